@@ -1,0 +1,48 @@
+"""What the scheduler hands to the model runner for one step, free of torch so that both sides test apart."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from engine.wire import Sampling
+
+__all__ = ["Batch", "Chunk", "Runner"]
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Consecutive tokens of one sequence to be computed in this step.
+
+    ``tokens`` are the ids at positions ``start .. start+len-1``; a decode is a chunk of one token. ``block_table`` maps
+    block index to physical block and covers every position up to the end of the chunk.
+    ``sample`` is True when the chunk reaches the sequence's end and its next token is wanted; the draw is fixed by
+    ``seed`` and ``output_index`` (how many tokens this sequence has generated before), never by the rest of the batch.
+    """
+
+    request_id: int
+    tokens: list[int]
+    start: int
+    block_table: list[int]
+    sample: bool
+    sampling: Sampling
+    seed: int
+    output_index: int
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """One step's work: prefill chunks and decodes mixed, in scheduling order."""
+
+    chunks: list[Chunk]
+
+
+class Runner(Protocol):
+    """Computes batches. Owns the weights and the KV pool; knows block numbers but not what they are shared for."""
+
+    def execute(self, batch: Batch) -> list[int | None]:
+        """Write the chunks' K and V into their blocks and return, per chunk, the sampled token or None.
+
+        K and V of all earlier positions of each chunk are in its blocks already. ``min_tokens`` and ``ignore_eos`` of the sampling are
+        honoured here only as far as they forbid end-of-sequence tokens to be drawn.
+        """
+        ...

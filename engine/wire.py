@@ -1,0 +1,258 @@
+"""The messages between a gateway and an engine process, and how they are framed.
+
+A frame is a 4-byte big-endian length and a msgpack body. Requests go one by one; what an engine step
+produced comes back as one ``StepReport``, so that the cost of a message is shared by the whole batch.
+Nothing here knows of HTTP, tenants or documents: a prompt is token ids plus the 16-byte key root that
+stands for its cache namespace (see ``cache_policy.keys``).
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from typing import Any, Final
+
+import msgspec
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "Abort",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheEvent",
+    "Call",
+    "EngineInfo",
+    "FromEngine",
+    "Load",
+    "Output",
+    "Reply",
+    "Sampling",
+    "StepReport",
+    "StepTiming",
+    "Submit",
+    "ToEngine",
+    "decode_from_engine",
+    "decode_to_engine",
+    "frame",
+    "pack_tokens",
+    "unpack_tokens",
+]
+
+MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
+"""A longer frame is a protocol error: the connection is closed."""
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the tokens of one request are chosen and when it ends. Checked at the gateway's edge.
+
+    ``max_tokens`` is already clamped to what the model and the pool can hold. ``temperature`` 0 is greedy.
+    ``seed`` fixes the random draws whatever else is in the batch; None draws a fresh one.
+    ``stop`` strings end the text before their first character.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+
+# --- gateway to engine -------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Start one request. ``id`` is chosen by the sender and unique on its connection.
+
+    ``tokens`` is the prompt as little-endian uint32 (see ``pack_tokens``), ``root`` the first parent of
+    its block keys. ``use_cache`` False neither reads nor publishes blocks (a bypass).
+    """
+
+    id: int
+    tokens: bytes
+    root: bytes
+    sampling: Sampling
+    use_cache: bool = True
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End requests early; their blocks are released. Unknown ids are ignored (they may just have ended)."""
+
+    ids: tuple[int, ...]
+
+
+class Call(msgspec.Struct, frozen=True, tag="call"):
+    """A control call, answered by ``Reply`` with the same id.
+
+    Methods: ``reset_cache`` (drop every idle cached block; result ``{"dropped": n, "kept": m}`` where ``kept`` blocks
+    belong to running requests and lose their keys when those end), ``set_policy`` (params ``{"policy": name}``),
+    ``stats``, ``check`` (run the block manager's invariants), ``shutdown``.
+    """
+
+    id: int
+    method: str
+    params: dict[str, Any] = {}
+
+
+ToEngine = Submit | Abort | Call
+
+# --- engine to gateway -------------------------------------------------------------------------------
+
+
+class StepTiming(msgspec.Struct, frozen=True, array_like=True):
+    """What one engine step computed and how long it took; the prefill-cost curve is fitted to these.
+
+    ``prefill_context`` is the sum over prefill tokens of the number of tokens before them, the
+    quadratic term of attention. ``seconds`` is wall time of the whole step.
+    """
+
+    prefill_tokens: int
+    prefill_context: int
+    decode_tokens: int
+    decode_context: int
+    seconds: float
+
+
+class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
+    """First message of an engine on every connection: what it serves and what fits.
+
+    ``max_model_len`` is the enforced limit of prompt plus output tokens: the smaller of the model's
+    positions and the whole pool. ``fingerprint`` identifies the weights. ``boot_id`` changes at each start,
+    so that an index of the former life is dropped. ``profile`` holds the timed steps of the warm-up.
+    ``root`` is the Hugging Face folder from which weights and tokenizer are loaded.
+    """
+
+    model: str
+    root: str
+    fingerprint: str
+    boot_id: str
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    dtype: str
+    device: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    policy: str
+    max_batch_tokens: int
+    profile: tuple[StepTiming, ...] = ()
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What one step produced for one request.
+
+    ``text`` is the new text (complete characters, nothing that may still be the start of a stop string); ``tokens``
+    how many tokens were generated in this step; ``token_ids`` their ids. ``finish_reason`` is ``stop``, ``length``, ``abort`` or ``error``; None
+    while it runs. ``cached_tokens`` is set once, with the first output: prompt tokens taken from the cache.
+    ``prefill_s`` comes with it: this request's share of the step time spent on its prompt, in seconds, and ``queue_s`` the wait before its
+    first step. ``error`` is a (code, message) pair, the request's last output: ``context_length_exceeded``, ``invalid_token``, ``engine_error``.
+    """
+
+    id: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    cached_tokens: int | None = None
+    prefill_s: float | None = None
+    queue_s: float | None = None
+    error: tuple[str, str] | None = None
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
+    """Blocks whose KV is now computed and shareable, parent first (vLLM's event and field names)."""
+
+    block_hashes: tuple[bytes, ...]
+    parent_block_hash: bytes | None
+    block_size: int
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved"):
+    """Blocks that were evicted."""
+
+    block_hashes: tuple[bytes, ...]
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
+    """The whole prefix cache was dropped."""
+
+
+CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """The state of queue and pool after a step, and totals since the engine started.
+
+    ``used_blocks`` belong to running requests, ``cached_blocks`` are idle but hittable, ``free_blocks`` empty; they
+    add up to ``num_blocks``. ``queued_tokens`` is the number of prompt tokens still to be computed.
+    """
+
+    running: int
+    waiting: int
+    queued_tokens: int
+    used_blocks: int
+    cached_blocks: int
+    free_blocks: int
+    evictions: int
+    preemptions: int
+    collisions_rejected: int
+    steps: int
+
+
+class StepReport(msgspec.Struct, frozen=True, tag="step"):
+    """Everything one step has to say. ``timing`` is None when nothing was computed (an abort, a refusal)."""
+
+    outputs: tuple[Output, ...]
+    load: Load
+    timing: StepTiming | None = None
+    events: tuple[CacheEvent, ...] = ()
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """The answer to a ``Call``; ``error`` is None when it succeeded."""
+
+    id: int
+    result: dict[str, Any] = {}
+    error: str | None = None
+
+
+FromEngine = EngineInfo | StepReport | Reply
+
+# --- framing -----------------------------------------------------------------------------------------
+
+_LENGTH = struct.Struct(">I")
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    """Encode a message with its length in front, ready to be written to the socket."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_to_engine(body: bytes) -> ToEngine:
+    """Decode a frame's body at the engine's end. Raises ``msgspec.DecodeError`` when it is malformed."""
+    return _to_engine.decode(body)
+
+
+def decode_from_engine(body: bytes) -> FromEngine:
+    """Decode a frame's body at the gateway's end. Raises ``msgspec.DecodeError`` when it is malformed."""
+    return _from_engine.decode(body)
+
+
+def pack_tokens(token_ids: list[int]) -> bytes:
+    """Token ids as little-endian uint32, a tenth of the cost of a msgpack list."""
+    return array("I", token_ids).tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """The inverse of ``pack_tokens``."""
+    ids = array("I")
+    ids.frombytes(data)
+    return ids.tolist()

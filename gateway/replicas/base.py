@@ -1,0 +1,91 @@
+"""The replica seam: everything that can generate text for the gateway looks like this.
+
+Our own engine behind a socket and, later, any OpenAI-compatible server are peers behind this protocol; the contract
+suite in ``tests/gateway/replicas`` runs on every implementation.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from engine.wire import CacheEvent, EngineInfo, Load, Output, Sampling, StepTiming
+
+__all__ = ["GenerationRequest", "Replica", "ReplicaObserver", "ReplicaState"]
+
+
+class ReplicaState(enum.StrEnum):
+    """Where a replica is in its life. Only ``READY`` replicas are routed to."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DOWN = "down"
+    STOPPED = "stopped"
+
+
+class GenerationRequest(msgspec.Struct, frozen=True):
+    """One tokenized prompt on its way to a replica.
+
+    ``token_ids`` is the whole prompt, ``root`` the first parent of its block keys (its cache namespace).
+    """
+
+    token_ids: list[int]
+    root: bytes
+    sampling: Sampling
+    use_cache: bool = True
+
+
+class ReplicaObserver(Protocol):
+    """Hears what a replica reports by itself. Called on the event loop; must not block or raise."""
+
+    def on_ready(self, replica: Replica, info: EngineInfo) -> None:
+        """(Re)started with an empty cache: whatever was believed of its blocks is void."""
+
+    def on_down(self, replica: Replica, reason: str) -> None:
+        """Lost; its requests in flight have been ended with ``ReplicaLost``."""
+
+    def on_events(self, replica: Replica, events: tuple[CacheEvent, ...]) -> None:
+        """Blocks were stored or removed."""
+
+    def on_step(self, replica: Replica, timing: StepTiming, load: Load) -> None:
+        """A step was computed."""
+
+
+class Replica(Protocol):
+    """One engine that serves one model.
+
+    ``id`` is stable over restarts (``engine-0``) and safe in headers and metric labels. ``info`` and ``load`` are None
+    until the first ``on_ready``. ``down_reason`` says in words why ``state`` is not READY.
+    """
+
+    id: str
+    state: ReplicaState
+    info: EngineInfo | None
+    load: Load | None
+    down_reason: str | None
+
+    async def start(self) -> None:
+        """Begin to come up; returns without waiting for READY."""
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Return when READY. Raises ``ReplicaUnavailable`` after ``timeout`` seconds or when it cannot start."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
+        """Stream the outputs of one request; the last one has a ``finish_reason`` or an ``error``.
+
+        Closing the iterator early aborts the request at the replica. Raises ``ReplicaLost`` when the replica
+        dies; its attribute ``produced`` says whether any token had come before.
+        """
+        ...
+
+    async def call(self, method: str, params: Mapping[str, Any] | None = None, *, timeout: float = 30.0) -> dict[str, Any]:
+        """A control call (see ``engine.wire.Call``). Raises ``ReplicaError`` with the replica's message."""
+        ...
+
+    async def stop(self, grace: float) -> None:
+        """Stop for good: running requests get ``grace`` seconds to end, then are aborted."""
+
+
