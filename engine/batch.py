@@ -42,7 +42,8 @@ class Runner(Protocol):
     def execute(self, batch: Batch) -> list[int | None]:
         """Write the chunks' K and V into their blocks and return, per chunk, the sampled token or None.
 
-        K and V of all earlier positions of each chunk are in its blocks already. ``min_tokens`` and ``ignore_eos`` of the sampling are
-        honoured here only as far as they forbid end-of-sequence tokens to be drawn.
+        K and V of all earlier positions of each chunk are in its blocks already. ``min_tokens`` and
+        ``ignore_eos`` of the sampling are honoured here only as far as they forbid end-of-sequence tokens to be
+        drawn.
         """
         ...

@@ -147,10 +147,11 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What one step produced for one request.
 
     ``text`` is the new text (complete characters, nothing that may still be the start of a stop string); ``tokens``
-    how many tokens were generated in this step; ``token_ids`` their ids. ``finish_reason`` is ``stop``, ``length``, ``abort`` or ``error``; None
-    while it runs. ``cached_tokens`` is set once, with the first output: prompt tokens taken from the cache.
-    ``prefill_s`` comes with it: this request's share of the step time spent on its prompt, in seconds, and ``queue_s`` the wait before its
-    first step. ``error`` is a (code, message) pair, the request's last output: ``context_length_exceeded``, ``invalid_token``, ``engine_error``.
+    how many tokens were generated in this step; ``token_ids`` their ids. ``finish_reason`` is ``stop``,
+    ``length``, ``abort`` or ``error``; None while it runs. ``cached_tokens`` is set once, with the first
+    output: prompt tokens taken from the cache. ``prefill_s`` comes with it: this request's share of the step
+    time spent on its prompt, in seconds, and ``queue_s`` the wait before its first step. ``error`` is a (code,
+    message) pair, the request's last output: ``context_length_exceeded``, ``invalid_token``, ``engine_error``.
     """
 
     id: int

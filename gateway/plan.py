@@ -35,9 +35,9 @@ class Plan(msgspec.Struct, frozen=True):
     """A rendered, tokenized, keyed and routed prompt.
 
     ``keys`` are the chained keys of its full blocks under ``root``. ``predicted_cached`` is the number of prompt tokens
-    that ``replica_id`` is believed to hold. ``order`` is the document order that was applied (``none`` without documents),
-    ``document_ids`` the documents as laid out. ``template`` is the registered template's name or ``unregistered``.
-    ``note`` says why nothing was done when nothing was done; None when something was.
+    that ``replica_id`` is believed to hold. ``order`` is the document order that was applied (``none`` without
+    documents), ``document_ids`` the documents as laid out. ``template`` is the registered template's name or
+    ``unregistered``. ``note`` says why nothing was done when nothing was done; None when something was.
     """
 
     token_ids: list[int]

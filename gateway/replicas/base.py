@@ -81,11 +81,11 @@ class Replica(Protocol):
         """
         ...
 
-    async def call(self, method: str, params: Mapping[str, Any] | None = None, *, timeout: float = 30.0) -> dict[str, Any]:
+    async def call(
+        self, method: str, params: Mapping[str, Any] | None = None, *, timeout: float = 30.0
+    ) -> dict[str, Any]:
         """A control call (see ``engine.wire.Call``). Raises ``ReplicaError`` with the replica's message."""
         ...
 
     async def stop(self, grace: float) -> None:
         """Stop for good: running requests get ``grace`` seconds to end, then are aborted."""
-
-

@@ -10,10 +10,11 @@ __all__ = ["RequestRecord"]
 class RequestRecord(msgspec.Struct, frozen=True):
     """What one request cost and saved. Numbers and labels only, never text.
 
-    ``status`` is ``ok``, ``aborted`` (the client left) or ``failed`` (the replica could not finish). Token counts equal those in the usage
-    field sent to the client. Times in seconds: ``ttft_s`` from arrival at the gateway to the first text or token event
-    (None when there was none), ``prefill_s`` the replica's measured share spent on the prompt, ``saved_prefill_s`` the
-    estimate of what the cached tokens would have cost (see ``gateway.stats.cost``).
+    ``status`` is ``ok``, ``aborted`` (the client left) or ``failed`` (the replica could not finish). Token
+    counts equal those in the usage field sent to the client. Times in seconds: ``ttft_s`` from arrival at the
+    gateway to the first text or token event (None when there was none), ``prefill_s`` the replica's measured
+    share spent on the prompt, ``saved_prefill_s`` the estimate of what the cached tokens would have cost (see
+    ``gateway.stats.cost``).
     """
 
     finished_at: float

@@ -1,0 +1,135 @@
+"""The whole configuration as typed structs, and where its values come from.
+
+Later sources win: defaults, ``headstart.toml`` (``--config``), environment ``HEADSTART__SECTION__KEY``, command line.
+Unknown keys are errors that name the key, so that a typing mistake never passes in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+__all__ = [
+    "AdminConfig",
+    "ApiKey",
+    "CanonicalConfig",
+    "Config",
+    "EngineConfig",
+    "HoistMode",
+    "LimitsConfig",
+    "OrderMode",
+    "RedisConfig",
+    "ServerConfig",
+    "TemplateConfig",
+]
+
+OrderMode = Literal["preserve", "canonical", "cache-aware"]
+HoistMode = Literal["off", "declared", "suggest"]
+
+_Positive = Annotated[int, Meta(ge=1)]
+
+
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[server]``: where the gateway listens and how long a shutdown waits for running streams (seconds)."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    drain_grace_s: Annotated[float, Meta(ge=0)] = 30.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[engine]``: the local engines.
+
+    ``model`` is a name of ``headstart model list``, a Hugging Face folder or a GGUF file. ``served_name`` is
+    the name clients use (default: the model's name). ``kv_blocks`` 0 sizes the pool from free memory.
+    ``threads`` 0 shares the cores among the engines. ``max_batch_tokens`` is the token budget of a step
+    (prefill chunks and decodes together).
+    """
+
+    model: str = "smollm2-135m-instruct"
+    served_name: str | None = None
+    engines: Annotated[int, Meta(ge=0, le=64)] = 1
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
+    kv_blocks: Annotated[int, Meta(ge=0)] = 0
+    policy: str = "lru"
+    max_batch_tokens: _Positive = 512
+    max_running: _Positive = 32
+    threads: Annotated[int, Meta(ge=0)] = 0
+
+
+class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[redis]``: an own server (``url``), else a Valkey started beside the gateway on a private unix socket.
+
+    ``prefix`` starts every key. ``flush_interval_s`` is how often totals are written.
+    """
+
+    url: str | None = None
+    prefix: str = "headstart"
+    flush_interval_s: Annotated[float, Meta(gt=0)] = 1.0
+
+
+class CanonicalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[canonical]``: defaults for every request; templates and bodies may say otherwise.
+
+    ``order`` is the order of documents, ``hoist`` what happens with declared volatile fields, ``text`` whether
+    system texts are normalized (NFC, LF, no BOM, no trailing blanks).
+    """
+
+    order: OrderMode = "cache-aware"
+    hoist: HoistMode = "suggest"
+    text: bool = True
+
+
+class TemplateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[templates.NAME]``: a system prompt as its application writes it, ``{field}`` where values differ per request.
+
+    A literal brace is written ``{{`` or ``}}``. Requests name the template in ``headstart.template`` or are
+    recognised by their system text.
+    """
+
+    system: str
+    order: OrderMode | None = None
+    hoist: HoistMode | None = None
+
+
+class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"service_class": "class"}):
+    """One entry of ``[keys]``: whom the key stands for."""
+
+    tenant: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
+    service_class: str = "default"
+
+
+class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[admin]``: the SHA-256 (hex) of the key that guards ``/admin/*``; ``headstart hash-key`` prints it."""
+
+    key_sha256: str | None = None
+
+
+class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[limits]``: what one caller may ask at most. ``max_queue`` requests may wait or run at once over all callers."""
+
+    max_body_bytes: _Positive = 8 * 1024 * 1024
+    max_queue: _Positive = 1024
+    request_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything ``headstart.toml`` can say. ``keys`` maps the SHA-256 (hex) of an API key to its owner.
+
+    ``secret`` is the deployment secret under which block keys are derived; gateways that share statistics must
+    share it.
+    """
+
+    server: ServerConfig = ServerConfig()
+    engine: EngineConfig = EngineConfig()
+    redis: RedisConfig = RedisConfig()
+    canonical: CanonicalConfig = CanonicalConfig()
+    templates: dict[str, TemplateConfig] = {}
+    keys: dict[str, ApiKey] = {}
+    admin: AdminConfig = AdminConfig()
+    limits: LimitsConfig = LimitsConfig()
+    secret: str | None = None

@@ -1,0 +1,116 @@
+"""One exception hierarchy for the gateway; the HTTP edge turns each into OpenAI's error shape.
+
+Every message tells the caller what to do. None ever carries prompt or document text.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AuthenticationError",
+    "ConfigError",
+    "ContextLengthError",
+    "HeadstartError",
+    "InvalidRequestError",
+    "ModelNotFoundError",
+    "OverloadedError",
+    "PermissionDeniedError",
+    "ReplicaError",
+    "ReplicaLost",
+    "ReplicaUnavailable",
+]
+
+
+class HeadstartError(Exception):
+    """Base of all errors the gateway raises on purpose.
+
+    ``status`` is the HTTP status, ``type`` and ``code`` the fields of OpenAI's error object, ``param`` the field of the
+    body that is at fault, ``retry_after`` seconds for the header of the same name.
+    """
+
+    status: int = 500
+    type: str = "server_error"
+    code: str | None = None
+    retry_after: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class ConfigError(HeadstartError):
+    """The configuration cannot be used; raised before anything is started."""
+
+
+class InvalidRequestError(HeadstartError):
+    """The body asks for something that cannot be done; ``param`` names the field."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt does not fit the model or the block pool."""
+
+    code = "context_length_exceeded"
+
+
+class AuthenticationError(HeadstartError):
+    """No valid API key."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class PermissionDeniedError(HeadstartError):
+    """A valid identity that may not do this."""
+
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
+class ModelNotFoundError(HeadstartError):
+    """The named model is not served here."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class OverloadedError(HeadstartError):
+    """The queue is full or the server is draining; the client should come back."""
+
+    status = 503
+    type = "server_error"
+    code = "overloaded"
+    retry_after = 1
+
+
+class ReplicaError(HeadstartError):
+    """A replica answered a control call with an error."""
+
+    status = 502
+    code = "replica_error"
+
+
+class ReplicaUnavailable(HeadstartError):
+    """No replica can take the request now."""
+
+    status = 503
+    code = "no_replica"
+    retry_after = 2
+
+
+class ReplicaLost(HeadstartError):
+    """The replica died with the request in flight. ``produced`` tells whether any token had come before."""
+
+    status = 502
+    code = "replica_lost"
+
+    def __init__(self, message: str, *, produced: bool) -> None:
+        super().__init__(message)
+        self.produced = produced

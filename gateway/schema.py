@@ -1,0 +1,108 @@
+"""The request bodies of the OpenAI API and our extensions, as typed structs.
+
+Types are strict (``"4"`` is no integer) and unknown fields are accepted and ignored, as OpenAI-compatible servers do.
+What a field's type cannot say (ranges that depend on the model, combinations) is checked in ``gateway.api``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from gateway.config import HoistMode, OrderMode
+
+__all__ = [
+    "ChatMessage",
+    "ChatRequest",
+    "CompletionRequest",
+    "HeadstartOptions",
+    "SamplingFields",
+    "StreamOptions",
+]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """``stream_options``."""
+
+    include_usage: bool = False
+
+
+class HeadstartOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body's ``headstart`` object.
+
+    ``template`` names a registered template and ``fields`` gives the values of its declared fields (then the
+    messages need no system message). ``order`` and ``hoist`` override the defaults, ``bypass`` neither reads
+    nor fills the cache.
+    """
+
+    template: str | None = None
+    fields: dict[str, str] | None = None
+    order: OrderMode | None = None
+    hoist: HoistMode | None = None
+    bypass: bool = False
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One message. ``content`` is a string or a list of ``{"type": "text", "text": …}`` parts."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that chat and text completions share."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    prompt_cache_key: str | None = None
+    headstart: HeadstartOptions | None = None
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """``POST /v1/chat/completions``.
+
+    ``documents`` follows the convention of Hugging Face chat templates and vLLM: objects with ``text`` (or
+    ``content``), mostly ``id`` and ``title``, and any further attributes, all of which reach the model.
+    """
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """``POST /v1/completions``. ``prompt`` is text, token ids, or a list of either with one element."""
+
+    prompt: str | list[Any]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    suffix: str | None = None
