@@ -110,7 +110,7 @@ class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``[limits]``: what one caller may ask at most. ``max_queue`` requests may wait or run at once over all callers."""
+    """``[limits]``: what callers may ask at most. ``max_queue`` requests may wait or run at once over all callers."""
 
     max_body_bytes: _Positive = 8 * 1024 * 1024
     max_queue: _Positive = 1024
