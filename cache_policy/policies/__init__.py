@@ -1,0 +1,1 @@
+"""Eviction policies, one file each. ``cache_policy.policy`` names and creates them."""
