@@ -1,0 +1,1 @@
+"""Paged attention behind the attention interface of transformers."""

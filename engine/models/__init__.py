@@ -1,0 +1,1 @@
+"""Getting, converting and loading models."""
