@@ -1,0 +1,122 @@
+"""Prometheus exposition of what this gateway has counted since it started.
+
+Everything is read from the aggregate at the moment of the scrape: a request pays nothing for it, and ``/metrics``
+cannot disagree with ``/admin/stats``. Unlike the latter it covers this process alone; the Prometheus server adds
+gateways up. Summing a series over its labels gives the total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+import gateway
+from gateway.replicas.base import ReplicaState
+from gateway.stats.statistics import Statistics
+from gateway.stats.sums import BUCKETS_PER_DOUBLING, Labels, Sums, bucket_bound
+
+__all__ = ["CONTENT_TYPE", "render"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LABELS = ("template", "tenant", "replica")
+_COUNTERS = (
+    ("headstart_prompt_tokens", "Prompt tokens of finished requests.", "prompt_tokens"),
+    ("headstart_cached_prompt_tokens", "Prompt tokens that were taken from the prefix cache.", "cached_prompt_tokens"),
+    ("headstart_completion_tokens", "Generated tokens of finished requests.", "completion_tokens"),
+    ("headstart_prefill_seconds", "Measured time that replicas spent on prompts.", "prefill_s"),
+    ("headstart_saved_prefill_seconds", "Estimated prefill time that cached tokens saved.", "saved_prefill_s"),
+)
+_TTFT_BUCKETS = range(0, 18 * BUCKETS_PER_DOUBLING + 1, BUCKETS_PER_DOUBLING)
+
+
+def render(statistics: Statistics) -> bytes:
+    """The scrape body, of type ``CONTENT_TYPE``."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_StatisticsCollector(statistics))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
+
+
+class _StatisticsCollector(Collector):
+    """Turns the aggregate into metric families, once per scrape."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+
+    def collect(self) -> Iterator[Metric]:
+        totals = self._statistics.aggregate.totals
+        requests = {labels: sums for labels, sums in totals.items() if labels.template is not None}
+        yield _info()
+        yield _requests(requests)
+        for name, text, field in _COUNTERS:
+            family = CounterMetricFamily(name, text, labels=_LABELS)
+            for labels, sums in requests.items():
+                family.add_metric(_values(labels), getattr(sums, field))
+            yield family
+        yield _ttft(requests)
+        yield from self._replicas(totals)
+        yield GaugeMetricFamily(
+            "headstart_redis_up",
+            "Whether the shared statistics are being written.",
+            value=float(self._statistics.store_status.state == "ok"),
+        )
+
+    def _replicas(self, totals: dict[Labels, Sums]) -> Iterator[Metric]:
+        up = GaugeMetricFamily("headstart_replica_up", "Whether a replica is routed to.", labels=("replica",))
+        blocks = GaugeMetricFamily(
+            "headstart_kv_blocks",
+            "Blocks of the KV pool: used by running requests, cached (idle, hittable), free.",
+            labels=("replica", "state"),
+        )
+        running = GaugeMetricFamily("headstart_requests_running", "Requests in the batch.", labels=("replica",))
+        waiting = GaugeMetricFamily("headstart_requests_waiting", "Requests in the queue.", labels=("replica",))
+        evictions = CounterMetricFamily("headstart_evictions", "Cached blocks evicted.", labels=("replica",))
+        preemptions = CounterMetricFamily("headstart_preemptions", "Requests preempted.", labels=("replica",))
+        for replica in self._statistics.replicas.values():
+            up.add_metric((replica.id,), float(replica.state is ReplicaState.READY))
+            own = totals.get(Labels(None, None, replica.id), Sums())
+            evictions.add_metric((replica.id,), own.evictions)
+            preemptions.add_metric((replica.id,), own.preemptions)
+            if (load := replica.load) is not None:
+                running.add_metric((replica.id,), load.running)
+                waiting.add_metric((replica.id,), load.waiting)
+                for state in ("used", "cached", "free"):
+                    blocks.add_metric((replica.id, state), getattr(load, f"{state}_blocks"))
+        return iter((up, blocks, running, waiting, evictions, preemptions))
+
+
+def _info() -> Metric:
+    family = GaugeMetricFamily("headstart_build_info", "The running version; always 1.", labels=("version",))
+    family.add_metric((gateway.__version__,), 1)
+    return family
+
+
+def _requests(table: dict[Labels, Sums]) -> Metric:
+    family = CounterMetricFamily("headstart_requests", "Finished requests.", labels=(*_LABELS, "status"))
+    for labels, sums in table.items():
+        ok = sums.requests - sums.failed - sums.aborted
+        for status, count in (("ok", ok), ("failed", sums.failed), ("aborted", sums.aborted)):
+            family.add_metric((*_values(labels), status), count)
+    return family
+
+
+def _ttft(table: dict[Labels, Sums]) -> Metric:
+    family = HistogramMetricFamily("headstart_ttft_seconds", "Arrival to first output, in seconds.", labels=_LABELS)
+    for labels, sums in table.items():
+        buckets = [
+            (str(bucket_bound(bound)), float(sum(count for bucket, count in sums.ttft.items() if bucket <= bound)))
+            for bound in _TTFT_BUCKETS
+        ]
+        buckets.append(("+Inf", float(sum(sums.ttft.values()))))
+        family.add_metric(_values(labels), buckets, sum_value=sums.ttft_s)
+    return family
+
+
+def _values(labels: Labels) -> tuple[str, str, str]:
+    return labels.template or "", labels.tenant or "", labels.replica
