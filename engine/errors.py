@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["EngineError", "ModelError", "UnsupportedModelError"]
+__all__ = [
+    "CallError",
+    "EngineError",
+    "InvariantError",
+    "ModelError",
+    "NoSpaceError",
+    "UnsupportedModelError",
+    "WorkerError",
+]
 
 
 class EngineError(Exception):
@@ -15,3 +23,24 @@ class ModelError(EngineError):
 
 class UnsupportedModelError(ModelError):
     """The model could be loaded, but paged attention would not reproduce its output exactly."""
+
+
+class NoSpaceError(EngineError):
+    """Too few blocks are empty or idle; nothing was changed. Something has to end first."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} blocks needed, {available} available")
+        self.needed = needed
+        self.available = available
+
+
+class InvariantError(EngineError):
+    """The block manager contradicts itself: a fault in this program, never the caller's."""
+
+
+class CallError(EngineError):
+    """A control call cannot be carried out; the message goes to the caller."""
+
+
+class WorkerError(EngineError):
+    """The engine process cannot start with these options on this machine."""

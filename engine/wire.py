@@ -89,9 +89,9 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 class Call(msgspec.Struct, frozen=True, tag="call"):
     """A control call, answered by ``Reply`` with the same id.
 
-    Methods: ``reset_cache`` (drop every idle cached block; result ``{"dropped": n, "kept": m}`` where ``kept`` blocks
-    belong to running requests and lose their keys when those end), ``set_policy`` (params ``{"policy": name}``),
-    ``stats``, ``check`` (run the block manager's invariants), ``shutdown``.
+    Methods: ``reset_cache`` (nothing cached before is hit again; result ``{"dropped": n, "kept": m}``: ``dropped`` idle
+    blocks became empty, ``kept`` blocks lost their keys but stay with their running requests), ``set_policy`` (params
+    ``{"policy": name}``), ``stats``, ``check`` (run the block manager's invariants), ``shutdown``.
     """
 
     id: int
@@ -151,7 +151,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     ``length``, ``abort`` or ``error``; None while it runs. ``cached_tokens`` is set once, with the first
     output: prompt tokens taken from the cache. ``prefill_s`` comes with it: this request's share of the step
     time spent on its prompt, in seconds, and ``queue_s`` the wait before its first step. ``error`` is a (code,
-    message) pair, the request's last output: ``context_length_exceeded``, ``invalid_token``, ``engine_error``.
+    message) pair, the request's last output: ``context_length_exceeded``, ``invalid_token``, ``invalid_request`` or
+    ``engine_error``.
     """
 
     id: int

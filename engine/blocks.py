@@ -1,0 +1,266 @@
+"""Block tables: which blocks hold a sequence's K and V, and which of them it shares with others."""
+
+from __future__ import annotations
+
+from cache_policy.keys import BlockHash, hash_block, token_bytes
+from engine.errors import NoSpaceError
+from engine.pool import Block, BlockPool, PoolStats, require
+from engine.wire import CacheEvent
+
+__all__ = ["BlockManager", "BlockTable"]
+
+_TOKEN_BYTES = 4
+
+
+class BlockTable:
+    """The tokens of one sequence and the blocks that hold their K and V. Changed by its ``BlockManager`` only, except
+    that the sequence's owner appends generated tokens to ``tokens``.
+
+    ``root`` is the first parent of its keys; None makes it private: it neither reads nor publishes. ``blocks`` are
+    physical block numbers in order, empty while nothing is allocated; the K and V of the first ``computed`` tokens
+    are in them.
+    """
+
+    __slots__ = ("blocks", "computed", "contents", "keys", "published", "publishing", "root", "tokens")
+
+    def __init__(self, tokens: list[int], root: bytes | None) -> None:
+        self.tokens = tokens
+        self.root = root
+        self.blocks: list[int] = []
+        self.computed = 0
+        # Keys and token bytes of the full blocks, kept over a preemption and while waiting: hashed once.
+        self.keys: list[bytes] = []
+        self.contents: list[bytes] = []
+        # The first ``published`` blocks carry a key; no more will when ``publishing`` is False.
+        self.published = 0
+        self.publishing = False
+
+
+class BlockManager:
+    """The one owner of live block tables and of the pool under them. Not thread-safe; knows no models or tensors.
+
+    Contracts: an operation that raises has changed nothing; hits are pinned before anything is evicted for the same
+    allocation; a block is published only after its K and V are computed; a block that is published, or named by more
+    than one table, is never written again.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, policy: str = "lru", *, block_hash: BlockHash = hash_block
+    ) -> None:
+        """Manage ``num_blocks`` blocks of ``block_size`` tokens under the named eviction policy.
+
+        Raises:
+            ValueError: a size is not positive.
+            cache_policy.policy.UnknownPolicyError: there is no such policy.
+        """
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._pool = BlockPool(num_blocks, block_size, policy)
+        self._hash = block_hash
+        self._live: set[BlockTable] = set()
+
+    # --- for the scheduler -----------------------------------------------------------------------------
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks hold ``tokens`` tokens."""
+        return -(-tokens // self.block_size)
+
+    def lookup(self, table: BlockTable) -> int:
+        """How many leading tokens an allocation made now would find computed. A hint, not a reservation."""
+        return len(self._match(table)[0]) * self.block_size
+
+    def allocate(self, table: BlockTable, headroom: int = 0) -> int:
+        """Give ``table`` blocks for all its tokens, shared ones first; return how many tokens are computed already.
+
+        At least the last token is left to compute, so that there is something to sample from. ``headroom`` blocks must
+        stay available afterwards.
+
+        Raises:
+            NoSpaceError: too few blocks are empty or idle.
+            ValueError: the table has no tokens, or has blocks already.
+        """
+        if table.blocks or not table.tokens:
+            raise ValueError("allocate needs a table with tokens and without blocks")
+        pool = self._pool
+        hits, collided = self._match(table)
+        missing = self.blocks_for(len(table.tokens)) - len(hits)
+        available = pool.available() - sum(block.ref == 0 for block in hits)
+        if missing + headroom > available:
+            raise NoSpaceError(missing + headroom, available)
+        pool.collisions += collided
+        # Pinned first: an eviction below must not take a block that this very request is about to use.
+        for block in hits:
+            pool.acquire(block)
+        for key in table.keys[len(hits) :]:
+            if pool.find(key) is None:  # the last block of a fully cached prompt is resident, yet computed again
+                pool.policy.missed(key)
+        table.blocks = [block.index for block in hits]
+        table.blocks += [pool.take().index for _ in range(missing)]
+        table.computed = len(hits) * self.block_size
+        table.published = len(hits)
+        table.publishing = table.root is not None
+        self._live.add(table)
+        return table.computed
+
+    def extend(self, table: BlockTable) -> None:
+        """Make room for the tokens appended since.
+
+        Raises:
+            NoSpaceError: too few blocks are empty or idle.
+            ValueError: the table has no blocks.
+        """
+        if not table.blocks:
+            raise ValueError("extend needs an allocated table")
+        missing = self.blocks_for(len(table.tokens)) - len(table.blocks)
+        if missing <= 0:
+            return
+        if missing > self._pool.available():
+            raise NoSpaceError(missing, self._pool.available())
+        table.blocks += [self._pool.take().index for _ in range(missing)]
+
+    def commit(self, table: BlockTable, computed: int) -> None:
+        """The K and V of the first ``computed`` tokens are in the table's blocks now: publish those that are full.
+
+        Where another sequence has published the same content meanwhile, the table is turned to that block and its own
+        copy is given back.
+
+        Raises:
+            ValueError: ``computed`` goes back, or beyond the table's tokens or blocks.
+        """
+        if not table.computed <= computed <= min(len(table.tokens), len(table.blocks) * self.block_size):
+            raise ValueError(f"cannot commit {computed} tokens after {table.computed}")
+        table.computed = computed
+        full = computed // self.block_size
+        if full > table.published and table.publishing:
+            self._hash_full_blocks(table)
+            self._publish(table, full)
+
+    def free(self, table: BlockTable) -> None:
+        """Give all blocks of ``table`` back; published ones stay hittable. Freeing it again does nothing."""
+        self._live.discard(table)
+        # Deepest first, so that among equals the tail of a prompt leaves the cache before its head.
+        for index in reversed(table.blocks):
+            self._pool.release(self._pool.blocks[index])
+        table.blocks = []
+        table.computed = table.published = 0
+
+    # --- for the operator ------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> str:
+        """Name of the eviction policy in force."""
+        return self._pool.policy.name
+
+    def set_policy(self, name: str) -> None:
+        """Let another policy decide from now on; every block stays.
+
+        Raises:
+            cache_policy.policy.UnknownPolicyError: there is no such policy; the old one stays.
+        """
+        self._pool.set_policy(name)
+
+    def evict(self, count: int) -> list[int]:
+        """Evict up to ``count`` idle blocks and return their numbers; used blocks are never touched."""
+        return self._pool.evict(count)
+
+    def reset(self) -> tuple[int, int]:
+        """Drop the whole prefix cache; return how many idle blocks became empty and how many are used.
+
+        Used blocks stay with their sequences but lose their keys at once, and sequences that have published some
+        publish no more: nothing from before a reset is ever hit after it.
+        """
+        dropped = self._pool.reset()
+        for table in self._live:
+            table.publishing = table.publishing and table.published == 0
+            table.published = 0
+        return dropped, self._pool.stats().used
+
+    def stats(self) -> PoolStats:
+        """The pool's state and totals."""
+        return self._pool.stats()
+
+    @property
+    def has_events(self) -> bool:
+        """Whether ``drain_events`` would return any."""
+        return bool(self._pool.events)
+
+    def drain_events(self) -> tuple[CacheEvent, ...]:
+        """What became hittable or ceased to be since the last call, in order."""
+        return self._pool.events.drain()
+
+    def resident(self) -> tuple[CacheEvent, ...]:
+        """Everything hittable now as stored events, parents first: the start of a new listener's index."""
+        return self._pool.resident()
+
+    def check(self) -> None:
+        """Verify every invariant of tables and pool.
+
+        Raises:
+            InvariantError: names the first one that does not hold.
+        """
+        references = [0] * self.num_blocks
+        for table in self._live:
+            for index in table.blocks:
+                references[index] += 1
+        self._pool.check(references)
+        for table in self._live:
+            keys = [self._pool.blocks[index].key for index in table.blocks]
+            require(bool(keys), "a live table has blocks")
+            require(keys[: table.published] == table.keys[: table.published], "published blocks carry their keys")
+            require(not any(keys[table.published :]), "the other blocks of a table carry none")
+            require(table.published * self.block_size <= table.computed, "published blocks are computed")
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    def _hash_full_blocks(self, table: BlockTable) -> None:
+        """Bring the table's keys up to its tokens."""
+        done, full = len(table.keys), len(table.tokens) // self.block_size
+        if done == full or table.root is None:
+            return
+        data = token_bytes(table.tokens[done * self.block_size : full * self.block_size])
+        stride = self.block_size * _TOKEN_BYTES
+        parent = table.keys[-1] if done else table.root
+        for start in range(0, len(data), stride):
+            content = data[start : start + stride]
+            parent = self._hash(parent, content)
+            table.keys.append(parent)
+            table.contents.append(content)
+
+    def _match(self, table: BlockTable) -> tuple[list[Block], bool]:
+        """The longest run of resident blocks from the start, and whether a colliding key ended it."""
+        self._hash_full_blocks(table)
+        hits: list[Block] = []
+        parent: Block | None = None
+        limit = (len(table.tokens) - 1) // self.block_size
+        for i, key in enumerate(table.keys[:limit]):
+            block = self._pool.find(key)
+            if block is None:
+                break
+            if not block.holds(table.contents[i], parent, table.root):
+                return hits, True
+            hits.append(block)
+            parent = block
+        return hits, False
+
+    def _publish(self, table: BlockTable, full: int) -> None:
+        """Publish the table's blocks from ``table.published`` up to ``full``."""
+        pool = self._pool
+        first = table.published
+        parent = pool.blocks[table.blocks[first - 1]] if first else None
+        for i in range(first, full):
+            key, content = table.keys[i], table.contents[i]
+            block = pool.blocks[table.blocks[i]]
+            resident = pool.find(key)
+            if resident is None:
+                pool.publish(block, key, content, parent, table.root)
+            elif resident.holds(content, parent, table.root):
+                pool.acquire(resident)
+                table.blocks[i] = resident.index
+                pool.release(block)
+                block = resident
+            else:
+                pool.collisions += 1
+                table.publishing = False
+                return
+            parent = block
+            table.published = i + 1

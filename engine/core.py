@@ -1,0 +1,308 @@
+"""The engine without a process around it: requests in, one step at a time, outputs and events out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from cache_policy.policy import UnknownPolicyError
+from engine.batch import Batch, Runner
+from engine.blocks import BlockManager
+from engine.errors import CallError, EngineError, InvariantError
+from engine.scheduler import Scheduled, Scheduler
+from engine.sequence import Detokenizer, Sequence
+from engine.wire import EngineInfo, Load, Output, StepReport, StepTiming, Submit, unpack_tokens
+
+__all__ = ["DetokenizerFactory", "EngineCore"]
+
+DetokenizerFactory = Callable[[tuple[str, ...]], Detokenizer]
+"""Makes a request's detokenizer from its stop strings."""
+
+_log: Final = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Owns every request, the scheduler and the block manager. One thread calls it.
+
+    The caller submits, and calls ``step`` as long as ``has_work``. Ids of ``submit`` and ``abort`` are the caller's;
+    they must be unique among the requests that have not ended.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        detokenizer: DetokenizerFactory,
+        max_running: int = 32,
+        blocks: BlockManager | None = None,
+    ) -> None:
+        """Serve what ``info`` describes: its pool, limits, eos ids and policy are the ones enforced.
+
+        ``runner`` must hold a pool of the same size. ``blocks`` replaces the block manager that is made from ``info``.
+        """
+        self._runner = runner
+        self._info = info
+        self._detokenizer = detokenizer
+        self._blocks = blocks or BlockManager(info.num_blocks, info.block_size, info.policy)
+        self._scheduler = Scheduler(self._blocks, max_batch_tokens=info.max_batch_tokens, max_running=max_running)
+        self._eos = frozenset(info.eos_token_ids)
+        self._sequences: dict[int, Sequence] = {}
+        self._pending: list[Output] = []  # endings that no step computed: refusals and aborts
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self.consecutive_failures = 0
+        """Steps in a row that raised; a caller gives up when there is no end to it."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is served, with the policy that is in force now."""
+        return msgspec.structs.replace(self._info, policy=self._blocks.policy)
+
+    def submit(self, request: Submit) -> None:
+        """Queue a request. One that can never be served ends at once, with an ``error`` in the next step's report.
+
+        Raises:
+            ValueError: its id is in use.
+        """
+        if request.id in self._sequences:
+            raise ValueError(f"request id {request.id} is in use")
+        try:
+            tokens = unpack_tokens(request.tokens)
+        except ValueError:
+            tokens = []
+        refusal = self._refusal(request, tokens)
+        if refusal is not None:
+            self._pending.append(Output(request.id, finish_reason="error", error=refusal))
+            return
+        sequence = Sequence(
+            request.id,
+            tokens,
+            request.root if request.use_cache else None,
+            request.sampling,
+            self._detokenizer(request.sampling.stop),
+            time.perf_counter(),
+        )
+        self._sequences[request.id] = sequence
+        self._scheduler.add(sequence)
+
+    def abort(self, ids: tuple[int, ...]) -> None:
+        """End requests and release their blocks; ids that are unknown or have ended are ignored."""
+        for id in ids:
+            sequence = self._sequences.get(id)
+            if sequence is not None:
+                self._pending.append(self._output(sequence, "", (), "abort"))
+                self._end(sequence)
+
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to compute or to report."""
+        return bool(self._sequences or self._pending or self._blocks.has_events)
+
+    def step(self) -> StepReport | None:
+        """Compute one batch and report it; None when there was nothing to do.
+
+        An exception below ends the requests it affects with ``engine_error`` and is counted in
+        ``consecutive_failures``; their blocks are released, and what was not computed is never published.
+        """
+        if not self.has_work():
+            return None
+        outputs, self._pending = self._pending, []
+        timing = self._compute(outputs) if self._sequences else None
+        return StepReport(tuple(outputs), self.load(), timing, self._blocks.drain_events())
+
+    def load(self) -> Load:
+        """The state of queue and pool, and totals."""
+        pool = self._blocks.stats()
+        return Load(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            queued_tokens=self._scheduler.queued_tokens(),
+            used_blocks=pool.used,
+            cached_blocks=pool.idle,
+            free_blocks=pool.empty,
+            evictions=pool.evictions,
+            preemptions=self._scheduler.preemptions,
+            collisions_rejected=pool.collisions_rejected,
+            steps=self._steps,
+        )
+
+    def snapshot(self) -> StepReport:
+        """State and all hittable blocks, for a listener that has heard nothing yet."""
+        return StepReport((), self.load(), None, self._blocks.resident())
+
+    def call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a control call of ``engine.wire.Call`` (but for ``shutdown``, which ends the process).
+
+        Raises:
+            CallError: the method or a parameter is unknown, or the invariants do not hold.
+        """
+        match method:
+            case "reset_cache":
+                dropped, kept = self._blocks.reset()
+                return {"dropped": dropped, "kept": kept}
+            case "set_policy":
+                try:
+                    self._blocks.set_policy(str(params.get("policy")))
+                except UnknownPolicyError as error:
+                    raise CallError(str(error)) from error
+                return {"policy": self._blocks.policy}
+            case "stats":
+                return self._stats()
+            case "check":
+                try:
+                    self._blocks.check()
+                except EngineError as error:
+                    raise CallError(str(error)) from error
+                return {"ok": True}
+        raise CallError(f"unknown method {method!r}; known: check, reset_cache, set_policy, shutdown, stats")
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    def _stats(self) -> dict[str, Any]:
+        """``Load``'s fields and what it leaves out. Prompt tokens count once per request, when it is first admitted."""
+        return {
+            **msgspec.structs.asdict(self.load()),
+            "num_blocks": self._blocks.num_blocks,
+            "block_size": self._blocks.block_size,
+            "policy": self._blocks.policy,
+            "prompt_tokens": self._prompt_tokens,
+            "cached_prompt_tokens": self._cached_tokens,
+            "recomputed_tokens": self._scheduler.recomputed_tokens,
+        }
+
+    def _refusal(self, request: Submit, tokens: list[int]) -> tuple[str, str] | None:
+        """Why a request can never be served, as (code, message); None when it can."""
+        if not tokens or request.sampling.max_tokens < 1:
+            return "invalid_request", "a request needs at least one prompt token and max_tokens of at least 1"
+        if max(tokens) >= self._info.vocab_size:
+            return "invalid_token", f"token ids must be below the vocabulary size of {self._info.vocab_size}"
+        limit = self._info.max_model_len
+        if len(tokens) >= limit:
+            return (
+                "context_length_exceeded",
+                f"the prompt has {len(tokens)} tokens; prompt and output together may have {limit}",
+            )
+        return None
+
+    def _compute(self, outputs: list[Output]) -> StepTiming | None:
+        """Run one batch and append what came of it."""
+        affected = [*self._scheduler.running]
+        started = time.perf_counter()
+        try:
+            scheduled = self._scheduler.schedule()
+            if not scheduled:
+                raise InvariantError("there are requests, but none of them could be scheduled")
+            affected = [part.sequence for part in scheduled]
+            for sequence in affected:
+                if sequence.queue_s is None:
+                    sequence.queue_s = started - sequence.arrived
+            sampled = self._runner.execute(Batch([part.chunk for part in scheduled]))
+            if len(sampled) != len(scheduled):
+                raise EngineError(f"the runner returned {len(sampled)} results for {len(scheduled)} chunks")
+        except Exception as error:
+            self.consecutive_failures += 1
+            self._fail(affected, error, outputs)
+            return None
+        self._steps += 1
+        timing = _timing(scheduled, time.perf_counter() - started)
+        per_token = timing.seconds / (timing.prefill_tokens + timing.decode_tokens)
+        self.consecutive_failures = 0
+        for part, token in zip(scheduled, sampled, strict=True):
+            if not part.decode:
+                part.sequence.prefill_s += per_token * len(part.chunk.tokens)
+            try:
+                output = self._advance(part, token)
+            except Exception as error:
+                self._fail([part.sequence], error, outputs)
+            else:
+                if output is not None:
+                    outputs.append(output)
+        return timing
+
+    def _advance(self, part: Scheduled, token: int | None) -> Output | None:
+        """Take in what was computed for one sequence; an output when that completed a token."""
+        sequence, chunk = part.sequence, part.chunk
+        self._blocks.commit(sequence.table, chunk.start + len(chunk.tokens))
+        if not chunk.sample:
+            return None
+        if token is None:
+            raise EngineError("the runner sampled no token")
+        sequence.tokens.append(token)
+        text, reason = self._judge(sequence, token)
+        output = self._output(sequence, text, (token,), reason)
+        if reason is not None:
+            self._end(sequence)
+        return output
+
+    def _judge(self, sequence: Sequence, token: int) -> tuple[str, str | None]:
+        """The text that the newest token completes, and the finish reason if it is the last one.
+
+        ``min_tokens`` holds back eos and stop token ids, not stop strings.
+        """
+        sampling, detokenizer = sequence.sampling, sequence.detokenizer
+        if sequence.generated >= sampling.min_tokens and (
+            (token in self._eos and not sampling.ignore_eos) or token in sampling.stop_token_ids
+        ):
+            return detokenizer.finish(), "stop"
+        text, stopped = detokenizer.push(token)
+        if stopped:
+            return text, "stop"
+        if sequence.generated >= sampling.max_tokens or len(sequence.tokens) >= self._info.max_model_len:
+            return text + detokenizer.finish(), "length"
+        return text, None
+
+    def _output(
+        self,
+        sequence: Sequence,
+        text: str,
+        token_ids: tuple[int, ...],
+        finish_reason: str | None,
+        error: tuple[str, str] | None = None,
+    ) -> Output:
+        """An output of a live sequence; the first one after its admission tells what its prompt has cost."""
+        if sequence.reported or sequence.cached_tokens is None:
+            return Output(sequence.id, text, token_ids, finish_reason, error=error)
+        sequence.reported = True
+        self._prompt_tokens += sequence.prompt_tokens
+        self._cached_tokens += sequence.cached_tokens
+        return Output(
+            sequence.id,
+            text,
+            token_ids,
+            finish_reason,
+            sequence.cached_tokens,
+            sequence.prefill_s,
+            sequence.queue_s,
+            error,
+        )
+
+    def _end(self, sequence: Sequence) -> None:
+        """Forget a sequence and release its blocks."""
+        self._scheduler.remove(sequence)
+        del self._sequences[sequence.id]
+
+    def _fail(self, sequences: list[Sequence], error: Exception, outputs: list[Output]) -> None:
+        """End the affected requests with an error that says what kind it was, and log where it came from."""
+        _log.error("a step failed; %d requests end with an error", len(sequences), exc_info=error)
+        reason = ("engine_error", f"the engine failed while computing this request ({type(error).__name__})")
+        for sequence in sequences:
+            outputs.append(self._output(sequence, "", (), "error", reason))
+            self._end(sequence)
+
+
+def _timing(scheduled: list[Scheduled], seconds: float) -> StepTiming:
+    prefill_tokens = prefill_context = decode_tokens = decode_context = 0
+    for part in scheduled:
+        start, count = part.chunk.start, len(part.chunk.tokens)
+        if part.decode:
+            decode_tokens += 1
+            decode_context += start
+        else:
+            prefill_tokens += count
+            prefill_context += count * start + count * (count - 1) // 2
+    return StepTiming(prefill_tokens, prefill_context, decode_tokens, decode_context, seconds)

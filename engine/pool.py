@@ -1,0 +1,289 @@
+"""The pool of KV blocks: the state of each block, the index of shareable ones, and which one leaves next.
+
+A block is a number; the runner owns the memory behind it. Every block is in exactly one of three states::
+
+    empty  ──take──▶  used  ──last release, no key──▶  empty
+                      used  ──last release, key─────▶  idle  ──acquire──▶  used
+                                                       idle  ──evict────▶  empty
+
+*Used* blocks are named by at least one live block table. *Idle* blocks belong to nobody but keep their KV under their
+key until they are evicted, leaf first. A block is *published* under a key only while the block before it is published
+too, and whoever uses it uses that one as well; so published blocks form a forest whose parents outlive their children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from cache_policy.policy import EvictionPolicy, create_policy
+from engine.errors import InvariantError
+from engine.events import CacheEventLog
+from engine.wire import BlockStored, CacheEvent
+
+__all__ = ["Block", "BlockPool", "PoolStats", "require"]
+
+
+class PoolStats(msgspec.Struct, frozen=True):
+    """State of the pool in blocks, and totals since it was made.
+
+    ``used`` + ``idle`` + ``empty`` = ``num_blocks``. ``collisions_rejected`` counts keys that were equal for different
+    content or a different prefix; each was treated as a miss.
+    """
+
+    num_blocks: int
+    used: int
+    idle: int
+    empty: int
+    evictions: int
+    collisions_rejected: int
+
+
+class Block:
+    """What the pool knows of one block. Written by the pool only. ``key`` None: not published."""
+
+    __slots__ = ("children", "content", "depth", "index", "key", "parent", "ref", "root", "tracked")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.ref = 0  # entries of live tables that name it
+        self.key: bytes | None = None
+        self.content = b""  # the bytes of its tokens, compared on every hit
+        self.parent: Block | None = None
+        self.root: bytes | None = None  # the namespace
+        self.depth = 0  # place in its chain, 0 at a root
+        self.children = 0  # published blocks whose parent it is
+        self.tracked = False  # the policy knows it
+
+    @property
+    def idle(self) -> bool:
+        """Hittable, and used by nobody."""
+        return self.ref == 0 and self.key is not None
+
+    def holds(self, content: bytes, parent: Block | None, root: bytes | None) -> bool:
+        """Whether its KV is that of these tokens after that block in this namespace, whatever its key says.
+
+        The same parent stands for the same whole prefix, as parents outlive their children.
+        """
+        return self.content == content and self.parent is parent and self.root == root
+
+
+class BlockPool:
+    """The one owner of all blocks, of the key index and of the eviction policy. Not thread-safe."""
+
+    def __init__(self, num_blocks: int, block_size: int, policy: str) -> None:
+        """A pool of ``num_blocks`` empty blocks of ``block_size`` tokens, evicting by the named policy.
+
+        Raises:
+            ValueError: a size is not positive.
+            cache_policy.policy.UnknownPolicyError: there is no such policy.
+        """
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} of {block_size}")
+        self.blocks = [Block(index) for index in range(num_blocks)]
+        self.block_size = block_size
+        self.events = CacheEventLog(block_size)
+        self.policy: EvictionPolicy = create_policy(policy, num_blocks)
+        self.collisions = 0  # counted by whoever compares
+        self.evictions = 0
+        self._empty = [*reversed(range(num_blocks))]  # a stack
+        self._idle = 0
+        self._index: dict[bytes, Block] = {}
+
+    def available(self) -> int:
+        """Blocks that ``take`` could hand out now: empty ones, and idle ones by evicting them."""
+        return len(self._empty) + self._idle
+
+    def find(self, key: bytes) -> Block | None:
+        """The block published under ``key``. Equal keys are a hint: compare with ``Block.holds``."""
+        return self._index.get(key)
+
+    def take(self) -> Block:
+        """A block for one table, evicting when none is empty. Callers ask ``available`` first."""
+        block = self.blocks[self._empty.pop()] if self._empty else self._evict()
+        block.ref = 1
+        return block
+
+    def acquire(self, block: Block) -> None:
+        """One more table names a published block."""
+        if block.ref == 0:
+            self._idle -= 1
+            self.policy.acquired(block.index)
+        block.ref += 1
+
+    def release(self, block: Block) -> None:
+        """One table less names the block. The blocks of a table are released deepest first."""
+        block.ref -= 1
+        if block.ref:
+            return
+        if block.key is None:
+            self._empty.append(block.index)
+        else:
+            self._idle += 1
+            self._report_idle(block)
+
+    def publish(self, block: Block, key: bytes, content: bytes, parent: Block | None, root: bytes | None) -> None:
+        """Make a used, fully computed block hittable under a key that no block has."""
+        block.key, block.content, block.root, block.parent = key, content, root, parent
+        if parent is not None:
+            block.depth = parent.depth + 1
+            parent.children += 1
+        self._index[key] = block
+        self.events.stored(key, None if parent is None else parent.key)
+
+    def evict(self, count: int) -> list[int]:
+        """Evict up to ``count`` idle blocks and return their numbers; used blocks are never touched."""
+        evicted = [self._evict().index for _ in range(min(count, self._idle))]
+        self._empty += evicted
+        return evicted
+
+    def reset(self) -> int:
+        """Take every key away and return how many idle blocks became empty; used blocks stay with their tables."""
+        dropped, self._idle = self._idle, 0
+        for block in self._index.values():
+            _unpublish(block)
+            if block.ref == 0:
+                self._empty.append(block.index)
+        self._index.clear()
+        self.policy = create_policy(self.policy.name, len(self.blocks))
+        self.events.cleared()
+        return dropped
+
+    def set_policy(self, name: str) -> None:
+        """Let another policy decide from now on; every block stays.
+
+        The new policy hears of the idle blocks in the order in which the old one would have evicted them, and of those
+        in use when they next become idle.
+
+        Raises:
+            cache_policy.policy.UnknownPolicyError: there is no such policy; the old one stays.
+        """
+        new, old = create_policy(name, len(self.blocks)), self.policy
+        children = [block.children for block in self.blocks]
+        order: list[Block] = []
+        for _ in range(self._idle):
+            index = old.victim(lambda i: self.blocks[i].idle and children[i] == 0)
+            if index is None:
+                raise InvariantError(f"policy {old.name} does not know all idle blocks")
+            old.removed(index)
+            block = self.blocks[index]
+            if block.parent is not None:
+                children[block.parent.index] -= 1
+            order.append(block)
+        for block in self.blocks:
+            block.tracked = False
+        self.policy = new
+        for block in order:
+            self._report_idle(block)
+
+    def stats(self) -> PoolStats:
+        """The pool's state and totals."""
+        return PoolStats(
+            num_blocks=len(self.blocks),
+            used=len(self.blocks) - self.available(),
+            idle=self._idle,
+            empty=len(self._empty),
+            evictions=self.evictions,
+            collisions_rejected=self.collisions,
+        )
+
+    def resident(self) -> tuple[CacheEvent, ...]:
+        """Everything hittable now as stored events, parents first: the start of a new listener's index."""
+        children: dict[Block | None, list[Block]] = {}
+        for block in self._index.values():
+            children.setdefault(block.parent, []).append(block)
+        return tuple(
+            BlockStored(tuple(run), parent, self.block_size)
+            for start in children.get(None, ())
+            for parent, run in _runs(start, children)
+        )
+
+    def check(self, references: Sequence[int]) -> None:
+        """Verify the pool's invariants against ``references``: per block, how many table entries name it.
+
+        Raises:
+            InvariantError: names the first one that does not hold.
+        """
+        children = [0] * len(self.blocks)
+        for key, block in self._index.items():
+            require(block.key == key, f"key and block {block.index} agree")
+            if block.parent is not None:
+                children[block.parent.index] += 1
+        empty = set(self._empty)
+        require(len(empty) == len(self._empty), "no block is empty twice")
+        require(sum(block.idle for block in self.blocks) == self._idle, "idle blocks are counted")
+        for block in self.blocks:
+            name = f"block {block.index}"
+            unowned = block.ref == 0 and block.key is None
+            require(block.ref == references[block.index], f"{name}: references equal table entries")
+            require(block.children == children[block.index], f"{name}: children are counted")
+            require((block.index in empty) == unowned, f"{name}: empty exactly when unused and without key")
+            if block.key is None:
+                require(block.ref <= 1, f"{name}: a block that may still be written has one owner")
+                require(not block.tracked, f"{name}: unknown to the policy without a key")
+                continue
+            require(self._index.get(block.key) is block, f"{name}: found under its key")
+            require(block.tracked or block.ref > 0, f"{name}: known to the policy when idle")
+            if block.parent is not None:
+                require(block.parent.key is not None, f"{name}: its parent is published")
+                require(block.parent.ref >= block.ref, f"{name}: its parent is used wherever it is")
+
+    def _report_idle(self, block: Block) -> None:
+        if block.tracked:
+            self.policy.touched(block.index)
+            return
+        block.tracked = True
+        assert block.key is not None
+        parent = None if block.parent is None else block.parent.index
+        self.policy.inserted(block.index, parent, block.key, block.depth)
+
+    def _evictable(self, index: int) -> bool:
+        block = self.blocks[index]
+        return block.idle and block.children == 0
+
+    def _evict(self) -> Block:
+        """Take the policy's victim out of the cache; it is in no state until the caller puts it in one."""
+        index = self.policy.victim(self._evictable)
+        if index is None:
+            raise InvariantError(f"policy {self.policy.name} found no victim among {self._idle} idle blocks")
+        block = self.blocks[index]
+        assert block.key is not None
+        del self._index[block.key]
+        self.events.removed(block.key)
+        self.policy.removed(index)
+        if block.parent is not None:
+            block.parent.children -= 1
+        _unpublish(block)
+        self._idle -= 1
+        self.evictions += 1
+        return block
+
+
+def require(holds: bool, invariant: str) -> None:
+    """Raise ``InvariantError`` with the words of ``invariant`` when it does not hold."""
+    if not holds:
+        raise InvariantError(f"broken invariant: {invariant}")
+
+
+def _unpublish(block: Block) -> None:
+    block.key = block.parent = block.root = None
+    block.content = b""
+    block.depth = block.children = 0
+    block.tracked = False
+
+
+def _runs(start: Block, children: dict[Block | None, list[Block]]) -> Iterator[tuple[bytes | None, list[bytes]]]:
+    """Cut the tree under ``start`` into unbranched runs of keys, each with its parent's key, parents first."""
+    stack: list[tuple[bytes | None, Block]] = [(None, start)]
+    while stack:
+        parent, block = stack.pop()
+        run: list[bytes] = []
+        below: Sequence[Block] = (block,)
+        while len(below) == 1:
+            block = below[0]
+            assert block.key is not None
+            run.append(block.key)
+            below = children.get(block, ())
+        yield parent, run
+        stack += [(block.key, child) for child in below]
