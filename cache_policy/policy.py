@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from cache_policy.policies.base import BlockKey, EvictionPolicy
+from cache_policy.policies.fifo import FifoPolicy
 from cache_policy.policies.lru import LruPolicy
 
 __all__ = ["POLICY_NAMES", "BlockKey", "EvictionPolicy", "UnknownPolicyError", "create_policy"]
 
-_POLICIES: Final[tuple[type[EvictionPolicy], ...]] = (LruPolicy,)
+_POLICIES: Final[tuple[type[EvictionPolicy], ...]] = (LruPolicy, FifoPolicy)
 _BY_NAME: Final = {policy.name: policy for policy in _POLICIES}
 
 POLICY_NAMES: Final = tuple(_BY_NAME)

@@ -1,0 +1,80 @@
+"""Whom each policy chooses, against its definition spelled out over all blocks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cache_policy.policy import create_policy
+
+# What the victim must be the smallest of, among the blocks that may leave.
+DEFINITIONS = {
+    "lru": lambda pool, block: pool.last_use[block],
+    "fifo": lambda pool, block: pool.first_use[block],
+}
+
+chains = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+operations = st.lists(chains | st.integers(0, 5), max_size=80)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=operations)
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_the_victim_is_the_one_the_definition_names(name, pool_type, steps):
+    pool = pool_type(create_policy(name, 8))
+    running = []
+    for step in steps:
+        if isinstance(step, list):
+            running.append(pool.admit(step))
+        elif running:
+            pool.finish(running.pop(step % len(running)))
+        expected = min(pool.evictable_blocks(), key=lambda block: DEFINITIONS[name](pool, block), default=None)
+        assert pool.policy.victim(pool.evictable) == expected
+
+
+def test_lru_keeps_what_was_used_last(pool_type):
+    pool = pool_type(create_policy("lru", 3))
+    (first,), (second,), (third,) = (pool.serve([label]) for label in (1, 2, 3))
+    pool.serve([1])
+    assert [pool.evict() for _ in range(3)] == [second, third, first]
+
+
+def test_fifo_is_not_moved_by_a_hit(pool_type):
+    pool = pool_type(create_policy("fifo", 3))
+    (first,), (second,), (third,) = (pool.serve([label]) for label in (1, 2, 3))
+    pool.serve([1])
+    assert [pool.evict() for _ in range(3)] == [first, second, third]
+
+
+def test_fifo_returns_a_parent_to_its_old_place_when_its_last_child_has_left(pool_type):
+    pool = pool_type(create_policy("fifo", 3))
+    (trunk,) = pool.serve([1])
+    (young,) = pool.serve([2])
+    (_, branch) = pool.serve([1, 1])
+    assert pool.evict() == young  # the trunk is older and cannot leave
+    pool.serve([3])
+    assert [pool.evict() for _ in range(2)] == [branch, trunk]
+
+
+def test_lru_asks_about_one_block_however_many_are_in_use(pool_type):
+    pool = pool_type(create_policy("lru", 40))
+    for label in range(20):
+        pool.serve([label])
+    for label in range(18):
+        pool.admit([label])
+    pool.questions = 0
+    assert pool.evict() is not None
+    assert pool.questions == 1
+
+
+def test_fifo_does_not_look_at_shared_beginnings(pool_type):
+    pool = pool_type(create_policy("fifo", 64))
+    trunk = list(range(30))
+    pool.serve(trunk)
+    for label in range(10):
+        pool.serve([*trunk, label])
+    pool.evict()  # what gained children since it was queued is dropped here, once
+    pool.questions = 0
+    assert pool.evict() is not None
+    assert pool.questions == 1

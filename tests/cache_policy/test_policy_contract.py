@@ -1,0 +1,176 @@
+"""What every registered policy must do, whatever it prefers. A new policy is tested by being registered."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import random
+from collections.abc import Sized
+from importlib import import_module
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cache_policy.policies
+from cache_policy.policy import POLICY_NAMES, EvictionPolicy, UnknownPolicyError, create_policy
+
+CAPACITY = 8
+
+# Short chains over few labels share much; an operation is a chain to start or the index of a running request to finish.
+chains = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+operations = st.lists(chains | st.integers(0, 5), max_size=60)
+# The fixture is a type without state, so that examples cannot disturb each other through it.
+fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+pytestmark = pytest.mark.parametrize("name", POLICY_NAMES)
+
+
+def play(pool, steps):
+    """Run the operations and then finish what still runs; returns the victims in order."""
+    victims = []
+    drop = pool.drop
+    pool.drop = lambda block: (victims.append(pool.path_of[block]), drop(block))
+    running = []
+    for step in steps:
+        if isinstance(step, list):
+            running.append(pool.admit(step))
+        elif running:
+            pool.finish(running.pop(step % len(running)))
+    while running:
+        pool.finish(running.pop())
+    return victims
+
+
+@fuzz
+@given(steps=operations)
+def test_a_victim_is_evictable_and_found_whenever_there_is_one(name, pool_type, steps):
+    play(pool_type(create_policy(name, CAPACITY)), steps)  # the pool asserts it at every eviction
+
+
+@fuzz
+@given(steps=operations)
+def test_an_idle_pool_can_be_emptied_to_the_last_block(name, pool_type, steps):
+    pool = pool_type(create_policy(name, CAPACITY))
+    play(pool, steps)
+    resident = len(pool.block_of)
+    assert sum(pool.evict() is not None for _ in range(resident)) == resident
+    assert pool.evict() is None
+    assert len(pool.free) == CAPACITY
+
+
+@fuzz
+@given(steps=operations)
+def test_asking_twice_names_the_same_victim(name, pool_type, steps):
+    pool = pool_type(create_policy(name, CAPACITY))
+    play(pool, steps)
+    assert pool.policy.victim(pool.evictable) == pool.policy.victim(pool.evictable)
+
+
+@fuzz
+@given(steps=operations)
+def test_the_same_history_gives_the_same_victims(name, pool_type, steps):
+    first = play(pool_type(create_policy(name, CAPACITY)), steps)
+    assert play(pool_type(create_policy(name, CAPACITY)), steps) == first
+
+
+@fuzz
+@given(steps=operations)
+def test_a_new_instance_takes_over_blocks_and_their_uses(name, pool_type, steps):
+    """The hot swap of the contract: what is resident is reported again, blocks in use are acquired at once."""
+    pool = pool_type(create_policy(name, CAPACITY))
+    play(pool, steps)
+    running = pool.admit([0, 0])
+    known = sorted(pool.last_use, key=pool.last_use.__getitem__)
+    pool.policy = create_policy(name, CAPACITY)
+    for block in known:
+        path = pool.path_of[block]
+        pool.policy.inserted(block, pool.parent(block), hash(path), len(path) - 1)
+        if pool.references[block]:
+            pool.policy.acquired(block)
+    play(pool, steps)
+    pool.finish(running)
+    play(pool, steps)
+    while pool.block_of:
+        assert pool.evict() is not None
+
+
+def test_blocks_in_use_are_left_when_everything_else_has_gone(name, pool_type):
+    pool = pool_type(create_policy(name, CAPACITY))
+    pool.serve([1, 2, 3])
+    running = pool.admit([1, 2, 4])
+    while pool.evict() is not None:
+        pass
+    assert set(pool.path_of) == set(running)
+    pool.finish(running)
+    assert [pool.evict() for _ in running] == running[::-1]  # the tail of a prompt leaves first
+
+
+def test_a_block_number_may_come_back_with_other_content(name):
+    policy = create_policy(name, 2)
+    policy.inserted(0, None, 100, 0)
+    policy.removed(0)
+    policy.inserted(1, None, 101, 0)
+    policy.inserted(0, 1, 102, 1)
+    assert policy.victim(lambda block: block == 0) == 0
+    policy.removed(0)
+    assert policy.victim(lambda block: True) == 1
+
+
+def test_a_block_in_use_can_be_dropped(name):
+    policy = create_policy(name, 2)
+    policy.inserted(0, None, 100, 0)
+    policy.acquired(0)
+    policy.removed(0)
+    policy.inserted(1, None, 101, 0)
+    assert policy.victim(lambda block: True) == 1
+    policy.removed(1)
+    assert policy.victim(lambda block: True) is None
+
+
+def test_memory_is_bounded_by_the_capacity(name, pool_type):
+    capacity = 32
+    policy = create_policy(name, capacity)
+    pool = pool_type(policy)
+    seed = 20
+    rng = random.Random(seed)
+    for round_number in range(400):
+        labels = [rng.choice((0, 1, round_number)) for _ in range(rng.randint(1, 6))]
+        pool.serve(labels)
+        if rng.random() < 0.3:  # the owner may drop idle blocks on its own, without asking for a victim
+            for block in sorted(pool.evictable_blocks()):
+                pool.drop(block)
+    held = sum(len(value) for value in vars(policy).values() if isinstance(value, Sized) and not isinstance(value, str))
+    assert held <= 8 * capacity
+
+
+def test_without_blocks_there_is_no_victim(name):
+    assert create_policy(name, 1).victim(lambda block: True) is None
+
+
+def test_a_pool_needs_room_for_a_block(name):
+    with pytest.raises(ValueError, match="at least 1 block, not 0"):
+        create_policy(name, 0)
+
+
+def test_it_is_created_by_its_name(name):
+    policy = create_policy(name, 5)
+    assert policy.name == name
+    assert policy.capacity == 5
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones(name):
+    with pytest.raises(UnknownPolicyError, match=f"'lfru'.*known: .*{name}"):
+        create_policy("lfru", 5)
+
+
+def test_every_policy_in_the_folder_is_registered(name):
+    files = pkgutil.iter_modules(cache_policy.policies.__path__)
+    modules = [import_module(f"cache_policy.policies.{file.name}") for file in files]
+    found = {
+        policy.name
+        for module in modules
+        for _, policy in inspect.getmembers(module, inspect.isclass)
+        if issubclass(policy, EvictionPolicy) and not inspect.isabstract(policy)
+    }
+    assert found == set(POLICY_NAMES)
