@@ -8,6 +8,7 @@ __all__ = [
     "InvariantError",
     "ModelError",
     "NoSpaceError",
+    "ProtocolError",
     "UnsupportedModelError",
     "WorkerError",
 ]
@@ -40,6 +41,10 @@ class InvariantError(EngineError):
 
 class CallError(EngineError):
     """A control call cannot be carried out; the message goes to the caller."""
+
+
+class ProtocolError(EngineError):
+    """A peer sent a frame that ``engine.wire`` does not allow; its connection is closed."""
 
 
 class WorkerError(EngineError):

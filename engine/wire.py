@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import struct
 from array import array
+from asyncio import StreamReader
 from typing import Any, Final
 
 import msgspec
+
+from engine.errors import ProtocolError
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -36,6 +39,7 @@ __all__ = [
     "decode_to_engine",
     "frame",
     "pack_tokens",
+    "read_frame",
     "unpack_tokens",
 ]
 
@@ -236,6 +240,19 @@ def frame(message: ToEngine | FromEngine) -> bytes:
     """Encode a message with its length in front, ready to be written to the socket."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
+
+
+async def read_frame(reader: StreamReader) -> bytes:
+    """Read the next frame and return its body.
+
+    Raises:
+        asyncio.IncompleteReadError: the stream has ended.
+        ProtocolError: the frame is longer than ``MAX_FRAME_BYTES``.
+    """
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {length} bytes is longer than the {MAX_FRAME_BYTES} allowed")
+    return await reader.readexactly(length)
 
 
 def decode_to_engine(body: bytes) -> ToEngine:
