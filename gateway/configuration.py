@@ -1,0 +1,151 @@
+"""Where a ``Config`` comes from: defaults, a TOML file, the environment and the command line, checked before use.
+
+Every error is a ``ConfigError`` that names the source and the key, so that a typing mistake never passes in silence.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from cache_policy.policy import POLICY_NAMES
+from gateway.config import Config
+from gateway.errors import ConfigError
+
+__all__ = ["ENVIRONMENT_PREFIX", "check_config", "is_loopback", "load_config"]
+
+ENVIRONMENT_PREFIX: Final = "HEADSTART__"
+
+_SHA256_HEX: Final = re.compile(r"[0-9a-f]{64}")
+
+_Tree = dict[str, Any]
+
+
+def load_config(
+    path: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> Config:
+    """Put the configuration together; later sources win.
+
+    Args:
+        path: A TOML file, or None for none.
+        environment: Variables such as ``HEADSTART__SERVER__PORT``; others are ignored.
+        overrides: Values of the command line under dotted names (``server.port``); None means not given.
+
+    Raises:
+        ConfigError: The file cannot be read, or a value cannot be used.
+    """
+    merged: _Tree = {}
+    if path is not None:
+        tree = _read_toml(path)
+        _convert(tree, source=str(path), strict=True)
+        _merge(merged, tree)
+    if environment:
+        tree = _environment_tree(environment)
+        _convert(tree, source="environment", strict=False)
+        _merge(merged, tree)
+    if overrides:
+        _merge(merged, _override_tree(overrides))
+    config = _convert(merged, source="command line" if overrides else "configuration", strict=False)
+    check_config(config)
+    return config
+
+
+def check_config(config: Config) -> None:
+    """Refuse what the types allow but nobody can want.
+
+    Raises:
+        ConfigError: A key that is no SHA-256, an unknown policy, or a gateway open to the network without keys.
+    """
+    for digest in config.keys:
+        _check_digest(digest, "keys")
+    if config.admin.key_sha256 is not None:
+        _check_digest(config.admin.key_sha256, "admin.key_sha256")
+        if config.admin.key_sha256 in config.keys:
+            raise ConfigError("admin.key_sha256 is also an entry of [keys]: the admin key must be a key of its own.")
+    if config.engine.policy not in POLICY_NAMES:
+        raise ConfigError(f"engine.policy: {config.engine.policy!r} is unknown. Known: {', '.join(POLICY_NAMES)}.")
+    if not config.keys and not is_loopback(config.server.host):
+        raise ConfigError(
+            f"server.host: {config.server.host} can be reached from other machines, but no API keys are configured. "
+            "Add [keys] (`headstart hash-key` makes the entries), or listen on 127.0.0.1."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or host name can be reached from this machine only. An unknown name counts as open."""
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return host.lower() == "localhost"
+    mapped = getattr(address, "ipv4_mapped", None)  # a dual-stack socket shows 127.0.0.1 as ::ffff:127.0.0.1
+    return (mapped or address).is_loopback
+
+
+def _check_digest(digest: str, key: str) -> None:
+    if not _SHA256_HEX.fullmatch(digest):
+        # The value may be a key in plain text, put there by mistake: it is not repeated.
+        raise ConfigError(f"{key}: expected a SHA-256 in 64 lower-case hex digits. `headstart hash-key` prints it.")
+
+
+def _read_toml(path: Path) -> _Tree:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _environment_tree(environment: Mapping[str, str]) -> _Tree:
+    tree: _Tree = {}
+    for name in sorted(environment):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            _put(tree, name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), environment[name], name)
+    return tree
+
+
+def _override_tree(overrides: Mapping[str, object]) -> _Tree:
+    tree: _Tree = {}
+    for name, value in overrides.items():
+        if value is not None:
+            _put(tree, name.split("."), value, name)
+    return tree
+
+
+def _put(tree: _Tree, path: list[str], value: object, name: str) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{name}: {part!r} was given a value of its own already.")
+    if isinstance(tree.get(path[-1]), dict):
+        raise ConfigError(f"{name}: {path[-1]!r} is a section, not a value.")
+    tree[path[-1]] = value
+
+
+def _merge(into: _Tree, tree: _Tree) -> None:
+    for key, value in tree.items():
+        present = into.get(key)
+        if isinstance(present, dict) and isinstance(value, dict):
+            _merge(present, value)
+        else:
+            into[key] = value
+
+
+def _convert(tree: _Tree, *, source: str, strict: bool) -> Config:
+    """``strict`` False reads numbers and booleans out of strings, which is all that an environment can hold."""
+    try:
+        return msgspec.convert(tree, Config, strict=strict)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `")
+        key = place.removesuffix("`").removeprefix("$").removeprefix(".")
+        raise ConfigError(f"{source}: {key + ': ' if key else ''}{message}.") from error

@@ -1,0 +1,107 @@
+"""Where configuration values come from, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from gateway.config import Config, ServerConfig
+from gateway.configuration import check_config, is_loopback, load_config
+from gateway.errors import ConfigError
+
+_DIGEST = hashlib.sha256(b"key").hexdigest()
+
+
+def _file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "headstart.toml"
+    path.write_text(text)
+    return path
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert load_config() == Config()
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    path = _file(tmp_path, "[server]\nport = 1\nhost = '127.0.0.2'\nlog_level = 'debug'\n")
+    config = load_config(path, {"HEADSTART__SERVER__PORT": "2", "HEADSTART__SERVER__HOST": "127.0.0.3"})
+    assert config.server == ServerConfig(host="127.0.0.3", port=2, log_level="debug")
+    config = load_config(path, {"HEADSTART__SERVER__PORT": "2"}, {"server.port": 3, "server.host": None})
+    assert config.server == ServerConfig(host="127.0.0.2", port=3, log_level="debug")
+
+
+def test_templates_and_keys_are_read_from_the_file(tmp_path: Path) -> None:
+    text = f"[templates.faq]\nsystem = 'Today is {{now}}.'\n[keys]\n{_DIGEST} = {{tenant = 'a', class = 'batch'}}\n"
+    config = load_config(_file(tmp_path, text))
+    assert config.templates["faq"].system == "Today is {now}."
+    assert config.keys[_DIGEST].service_class == "batch"
+
+
+def test_the_environment_reads_numbers_and_booleans_from_text() -> None:
+    environment = {
+        "HEADSTART__CANONICAL__TEXT": "false",
+        "HEADSTART__REDIS__FLUSH_INTERVAL_S": "0.5",
+        "HEADSTART__SECRET": "12345",
+        "HOME": "/x",
+    }
+    config = load_config(None, environment)
+    assert (config.canonical.text, config.redis.flush_interval_s, config.secret) == (False, 0.5, "12345")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[server]\nprot = 1\n", "prot"),
+        ("[serve]\nport = 1\n", "serve"),
+        ("[server]\nport = '8000'\n", "server.port"),
+        ("[server]\nport = 70000\n", "server.port"),
+        ("[canonical]\norder = 'random'\n", "canonical.order"),
+        ("[engine]\npolicy = 'random'\n", "engine.policy"),
+        ("[keys]\nsk-plain = {tenant = 'a'}\n", "keys"),
+        ("[admin]\nkey_sha256 = 'sk-plain'\n", "admin.key_sha256"),
+        (f"[admin]\nkey_sha256 = '{_DIGEST}'\n[keys]\n{_DIGEST} = {{tenant = 'a'}}\n", "admin.key_sha256"),
+        ("[server\n", "headstart.toml"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(_file(tmp_path, text))
+    assert named in caught.value.message
+    assert "sk-plain" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"HEADSTART__SERVER__PROT": "1"},
+        {"HEADSTART__SERVER__PORT": "many"},
+        {"HEADSTART__SERVER": "x"},
+        {"HEADSTART__SECRET__X": "1", "HEADSTART__SECRET": "x"},
+    ],
+)
+def test_a_mistake_in_the_environment_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        load_config(None, environment)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
+        load_config(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "example.org", ""])
+def test_without_keys_only_loopback_is_bound(host: str) -> None:
+    with pytest.raises(ConfigError, match="keys"):
+        check_config(Config(server=ServerConfig(host=host)))
+    assert not is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost", "::ffff:127.0.0.1"])
+def test_loopback_is_recognised(host: str) -> None:
+    check_config(Config(server=ServerConfig(host=host)))
+
+
+def test_with_keys_any_address_may_be_bound() -> None:
+    load_config(None, {"HEADSTART__SERVER__HOST": "0.0.0.0", f"HEADSTART__KEYS__{_DIGEST.upper()}__TENANT": "a"})
