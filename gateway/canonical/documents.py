@@ -1,0 +1,93 @@
+"""Step 3, documents: structured ``documents`` of the body become labelled blocks of text.
+
+The label is the document's id and never its position, so that another order changes neither a block's tokens nor what
+a citation means. Text, title and every further attribute survive byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from gateway.errors import InvalidRequestError
+from gateway.plan import Change
+
+__all__ = ["Document", "read_documents"]
+
+_sorted_json = msgspec.json.Encoder(order="sorted")
+
+
+class Document(msgspec.Struct, frozen=True):
+    """One retrieved document. ``attributes`` are its further keys with their values as text, sorted by key."""
+
+    id: str
+    title: str
+    text: str
+    attributes: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def block(self) -> str:
+        """The document as the model reads it: label and title, one line per attribute, then the text."""
+        label = f"[Document {self.id}] {self.title}" if self.title else f"[Document {self.id}]"
+        return "\n".join((label, *(f"{key}: {value}" for key, value in self.attributes), self.text))
+
+
+def read_documents(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[Document, ...], tuple[Change, ...]]:
+    """Check the body's documents and drop exact repetitions of an earlier one.
+
+    Raises:
+        InvalidRequestError: a document has no text, a field has the wrong type, or one id names two texts.
+    """
+    places: dict[Document, int] = {}
+    texts: dict[str, tuple[str, str]] = {}
+    for index, raw in enumerate(documents):
+        place = f"documents[{index}]"
+        document = _read(raw, place)
+        if texts.setdefault(document.id, (document.title, document.text)) != (document.title, document.text):
+            first = next(at for known, at in places.items() if known.id == document.id)
+            raise InvalidRequestError(
+                f"{place} has the id of documents[{first}] but another title or text: citations would be ambiguous.",
+                param=f"{place}.id",
+            )
+        places.setdefault(document, index)
+    dropped = len(documents) - len(places)
+    change = Change("documents", f"left out {dropped} exact repetition(s) of a document") if dropped else None
+    return tuple(places), (change,) if change else ()
+
+
+def _read(raw: Mapping[str, Any], place: str) -> Document:
+    text_key = "text" if raw.get("text") is not None else "content"
+    text = raw.get(text_key)
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{place} needs 'text' (or 'content'), a string.", param=f"{place}.text")
+    if not text.strip():
+        raise InvalidRequestError(f"{place}.{text_key} is empty.", param=f"{place}.{text_key}")
+    title = raw.get("title")
+    if title is not None and not isinstance(title, str):
+        raise InvalidRequestError(f"{place}.title must be a string.", param=f"{place}.title")
+    attributes = tuple(
+        (key, value if isinstance(value, str) else _sorted_json.encode(value).decode())
+        for key, value in sorted(raw.items())
+        if key not in ("id", "title", text_key) and not (key == "content" and value is None)
+    )
+    anonymous = Document("", title or "", text, attributes)
+    identifier = _identifier(raw.get("id"), place) or _content_id(anonymous)
+    return msgspec.structs.replace(anonymous, id=identifier)
+
+
+def _identifier(value: object, place: str) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise InvalidRequestError(f"{place}.id must be a string or an integer.", param=f"{place}.id")
+    identifier = str(value)
+    if not identifier.strip() or identifier.splitlines() != [identifier]:
+        raise InvalidRequestError(f"{place}.id must be one line that is not empty.", param=f"{place}.id")
+    return identifier
+
+
+def _content_id(document: Document) -> str:
+    return blake2b(msgspec.json.encode(document), digest_size=6).hexdigest()

@@ -1,0 +1,137 @@
+"""All stages in order: a chat request in, a layout whose documents only need their order out.
+
+The order itself is chosen together with the replica, since it depends on what each of them holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from gateway.canonical.documents import Document, read_documents
+from gateway.canonical.layout import Layout
+from gateway.canonical.messages import Message, last_user_message, read_messages
+from gateway.canonical.templates import UNREGISTERED, FilledTemplate, TemplateRegistry
+from gateway.canonical.text import normalize_system_messages, normalize_text
+from gateway.canonical.tools import canonical_tools
+from gateway.canonical.volatile import hoist
+from gateway.config import CanonicalConfig, HoistMode, OrderMode
+from gateway.errors import InvalidRequestError
+from gateway.plan import Change
+from gateway.schema import ChatRequest, HeadstartOptions
+
+__all__ = ["CanonicalPrompt", "Canonicalizer"]
+
+
+class CanonicalPrompt(msgspec.Struct, frozen=True):
+    """What canonicalization made of a request. ``order`` is the one asked for, ``note`` as in ``gateway.plan.Plan``."""
+
+    layout: Layout
+    template: str
+    order: OrderMode
+    changes: tuple[Change, ...]
+    note: str | None
+
+
+class _System(msgspec.Struct, frozen=True):
+    """The conversation after the system message was settled: normalized, filled in, recognised."""
+
+    messages: tuple[Message, ...]
+    filled: FilledTemplate | None
+    changes: tuple[Change, ...]
+
+
+class Canonicalizer:
+    """The stages with the configuration's defaults and templates. Immutable; the same body gives the same result."""
+
+    def __init__(self, defaults: CanonicalConfig, templates: TemplateRegistry) -> None:
+        self._defaults: Final = defaults
+        self._templates: Final = templates
+
+    def canonicalize(self, body: ChatRequest) -> CanonicalPrompt:
+        """Run all stages but the order.
+
+        Raises:
+            InvalidRequestError: messages, documents or the ``headstart`` object; ``param`` names the place.
+        """
+        options = body.headstart or HeadstartOptions()
+        system = self._settle_system(read_messages(body.messages), options)
+        template = system.filled.template if system.filled else None
+        documents, document_changes = read_documents(body.documents or ())
+        target = last_user_message(system.messages)
+        if documents and target is None:
+            raise InvalidRequestError("documents need a message with role 'user', the question.", param="documents")
+        hoist_mode = options.hoist or (template and template.hoist) or self._defaults.hoist
+        messages, metadata, hoist_changes = _hoist(system, hoist_mode, target)
+        tools, tool_changes = canonical_tools(body.tools or ()) if self._defaults.text else (body.tools or [], ())
+        layout = Layout(
+            messages,
+            target if documents or metadata is not None else None,
+            documents,
+            metadata,
+            tuple(tools),
+        )
+        return CanonicalPrompt(
+            layout=layout,
+            template=template.name if template else UNREGISTERED,
+            order=options.order or (template and template.order) or self._defaults.order,
+            changes=(*system.changes, *tool_changes, *hoist_changes, *document_changes, *_layout_changes(layout)),
+            note=None if documents or metadata is not None else _idle_note(system.filled, hoist_mode, target),
+        )
+
+    def _settle_system(self, messages: tuple[Message, ...], options: HeadstartOptions) -> _System:
+        """Normalize system texts, then find out which template the first one was made from or make it from one."""
+        changes: tuple[Change, ...] = ()
+        if self._defaults.text:
+            messages, changes = normalize_system_messages(messages)
+        leading = messages[0] if messages[0].is_system else None
+        if options.template is None:
+            if options.fields is not None:
+                raise InvalidRequestError("headstart.fields needs headstart.template.", param="headstart.template")
+            return _System(messages, self._templates.recognize(leading.content) if leading else None, changes)
+        if leading is None:
+            filled = self._templates.fill(options.template, options.fields or {})
+            text = normalize_text(filled.text) if self._defaults.text else filled.text
+            return _System((Message("system", text), *messages), filled, changes)
+        if options.fields is not None:
+            raise InvalidRequestError(
+                "Give either a system message or headstart.fields: the template makes the system message.",
+                param="headstart.fields",
+            )
+        values = self._templates.named(options.template).match(leading.content)
+        if values is None:
+            raise InvalidRequestError(
+                f"messages[0] has not the form of template {options.template!r}; leave it out and give "
+                "headstart.fields instead.",
+                param="messages[0].content",
+            )
+        return _System(messages, FilledTemplate(self._templates.named(options.template), values), changes)
+
+
+def _hoist(
+    system: _System, mode: HoistMode, target: int | None
+) -> tuple[tuple[Message, ...], str | None, tuple[Change, ...]]:
+    if system.filled is None or mode == "off" or target is None:
+        return system.messages, None, ()
+    hoisted = hoist(system.filled)
+    return (system.messages[0].with_content(hoisted.system), *system.messages[1:]), hoisted.metadata, hoisted.changes
+
+
+def _layout_changes(layout: Layout) -> tuple[Change, ...]:
+    return (Change("layout", _describe(layout.documents)),) if layout.documents else ()
+
+
+def _describe(documents: Sequence[Document]) -> str:
+    return f"{len(documents)} document(s) laid out before the question of the last user message"
+
+
+def _idle_note(filled: FilledTemplate | None, mode: HoistMode, target: int | None) -> str:
+    if filled is None:
+        return "no documents, and no registered template has the form of the system message"
+    if mode == "off":
+        return "no documents, and hoist is off"
+    if target is None:
+        return "no documents, and no user message to carry the template's fields"
+    return f"no documents, and template {filled.template.name} has no field to move"

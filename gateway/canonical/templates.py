@@ -1,0 +1,200 @@
+"""Registered system templates: filling them in, and recognising the texts that were made from them.
+
+A template is literal text with ``{field}`` where values differ from request to request. Recognition walks the literal
+parts from left to right with ``str.find``, so its cost is linear in the text whatever the text is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from gateway.canonical.text import normalize_text
+from gateway.config import HoistMode, OrderMode, TemplateConfig
+from gateway.errors import ConfigError, InvalidRequestError
+
+__all__ = ["MAX_VALUE_CHARS", "UNREGISTERED", "FilledTemplate", "Template", "TemplateRegistry"]
+
+MAX_VALUE_CHARS: Final = 1024
+"""Longest value of a field. Values are one line, so that they fit the metadata line."""
+
+UNREGISTERED: Final = "unregistered"
+"""Stands for the template of requests that none of the registered ones made."""
+
+_TOKEN: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+_FIELD_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Template(msgspec.Struct, frozen=True):
+    """One compiled template: ``literals[0] slots[0] literals[1] slots[1] … literals[-1]``.
+
+    ``slots`` names a field per gap, so a field used twice stands there twice; ``fields`` are the names in the order
+    in which they first appear. ``order`` and ``hoist`` override the configuration's defaults when set.
+    """
+
+    name: str
+    literals: tuple[str, ...]
+    slots: tuple[str, ...]
+    fields: tuple[str, ...]
+    order: OrderMode | None = None
+    hoist: HoistMode | None = None
+
+    @classmethod
+    def compile(cls, name: str, config: TemplateConfig, *, normalize: bool) -> Template:
+        """Parse the text of ``[templates.NAME]``, normalized first when request texts are (see ``text``).
+
+        Raises:
+            ConfigError: a brace is unmatched, a field's name is no identifier, or two fields touch.
+        """
+        source = normalize_text(config.system) if normalize else config.system
+        literals: list[str] = []
+        slots: list[str] = []
+        literal, end = "", 0
+        for match in _TOKEN.finditer(source):
+            literal += source[end : match.start()]
+            end = match.end()
+            token, field = match.group(), match.group(1)
+            if token in ("{{", "}}"):
+                literal += token[0]
+            elif field is None:
+                raise ConfigError(
+                    f"templates.{name}.system has an unmatched '{token}'; a literal one is written twice."
+                )
+            elif not _FIELD_NAME.fullmatch(field):
+                raise ConfigError(
+                    f"templates.{name}.system has the field {{{field}}}: a name is made of letters, digits and '_'."
+                )
+            elif slots and not literal:
+                raise ConfigError(
+                    f"templates.{name}.system has {{{slots[-1]}}} and {{{field}}} side by side: "
+                    "values cannot be told apart; put text between them or make them one field."
+                )
+            else:
+                literals.append(literal)
+                slots.append(field)
+                literal = ""
+        literals.append(literal + source[end:])
+        if not any(literals):
+            raise ConfigError(f"templates.{name}.system has no text of its own.")
+        return cls(name, tuple(literals), tuple(slots), tuple(dict.fromkeys(slots)), config.order, config.hoist)
+
+    @property
+    def literal_chars(self) -> int:
+        """How much text is the template's own: the more, the more specific it is."""
+        return sum(map(len, self.literals))
+
+    def fill(self, values: Mapping[str, str]) -> str:
+        """The system text with ``values`` in place. Every field must have one."""
+        parts = [self.literals[0]]
+        for slot, literal in zip(self.slots, self.literals[1:], strict=True):
+            parts += (values[slot], literal)
+        return "".join(parts)
+
+    def match(self, text: str) -> dict[str, str] | None:
+        """The fields' values when all of ``text`` has this template's form, else None.
+
+        Taking each literal at its first occurrence is enough: a later one would make the value before it longer and
+        leave no more room for those after it, and the last literal is tied to the end. (A field used twice could match
+        otherwise; such a text counts as unregistered.)
+        """
+        first, last = self.literals[0], self.literals[-1]
+        if not text.startswith(first):
+            return None
+        if not self.slots:
+            return {} if text == first else None
+        start, end = len(first), len(text) - len(last)
+        if end < start or not text.endswith(last):
+            return None
+        values: dict[str, str] = {}
+        for index, slot in enumerate(self.slots, start=1):
+            stop = end if index == len(self.slots) else text.find(self.literals[index], start, end)
+            if stop < 0:
+                return None
+            value = text[start:stop]
+            if not _is_value(value) or values.setdefault(slot, value) != value:
+                return None
+            start = stop + len(self.literals[index])
+        return values
+
+
+class FilledTemplate(msgspec.Struct, frozen=True):
+    """A template together with one request's values for all of its fields."""
+
+    template: Template
+    values: dict[str, str]
+
+    @property
+    def text(self) -> str:
+        """The system text as its application would write it."""
+        return self.template.fill(self.values)
+
+
+class TemplateRegistry:
+    """The templates of the configuration. Immutable."""
+
+    def __init__(self, templates: Mapping[str, TemplateConfig], *, normalize: bool) -> None:
+        """Compile all of them; raises ``ConfigError`` on the first that cannot be."""
+        if UNREGISTERED in templates:
+            raise ConfigError(f"templates.{UNREGISTERED}: this name stands for requests without a template.")
+        compiled = [Template.compile(name, config, normalize=normalize) for name, config in templates.items()]
+        self._by_name: Final = {template.name: template for template in compiled}
+        self._most_specific_first: Final[Sequence[Template]] = sorted(
+            compiled, key=lambda template: (-template.literal_chars, template.name)
+        )
+
+    def fill(self, name: str, values: Mapping[str, str]) -> FilledTemplate:
+        """The template called ``name`` with ``values`` from the body's ``headstart`` object.
+
+        Raises:
+            InvalidRequestError: no such template, or ``values`` are not exactly its fields.
+        """
+        template = self.named(name)
+        _check_values(template, values)
+        return FilledTemplate(template, {field: values[field] for field in template.fields})
+
+    def named(self, name: str) -> Template:
+        """The template called ``name``. Raises ``InvalidRequestError`` when there is none."""
+        template = self._by_name.get(name)
+        if template is None:
+            known = ", ".join(sorted(self._by_name)) or "none is registered"
+            raise InvalidRequestError(
+                f"headstart.template: there is no template {name[:64]!r} ({known}).", param="headstart.template"
+            )
+        return template
+
+    def recognize(self, text: str) -> FilledTemplate | None:
+        """Which template ``text`` was made from; of several the one with most text of its own."""
+        for template in self._most_specific_first:
+            values = template.match(text)
+            if values is not None:
+                return FilledTemplate(template, values)
+        return None
+
+
+def _check_values(template: Template, values: Mapping[str, str]) -> None:
+    """Raise ``InvalidRequestError`` unless ``values`` are exactly the fields of ``template``, one line each."""
+    for field in template.fields:
+        if field not in values:
+            raise InvalidRequestError(
+                f"headstart.fields.{field} is missing: template {template.name!r} declares it.",
+                param=f"headstart.fields.{field}",
+            )
+    for field, value in values.items():
+        if field not in template.fields:
+            declared = ", ".join(template.fields) or "no field"
+            raise InvalidRequestError(
+                f"headstart.fields.{field[:64]} is not declared by template {template.name!r}, which has {declared}.",
+                param=f"headstart.fields.{field[:64]}",
+            )
+        if not _is_value(value):
+            raise InvalidRequestError(
+                f"headstart.fields.{field} must be one line of at most {MAX_VALUE_CHARS} characters.",
+                param=f"headstart.fields.{field}",
+            )
+
+
+def _is_value(value: str) -> bool:
+    return len(value) <= MAX_VALUE_CHARS and (not value or value.splitlines() == [value])

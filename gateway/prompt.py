@@ -1,0 +1,308 @@
+"""From messages to token ids and back: the model's chat template and tokenizer as one object.
+
+Only the template makes control tokens. Where a caller's text spells one (``<|im_end|>``), those characters are encoded
+as the ordinary text they are; every other prompt has exactly the ids that Hugging Face's ``apply_chat_template`` gives.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from tokenizers import Tokenizer
+
+from gateway.canonical.messages import Message
+from gateway.chat_template import ChatTemplate
+from gateway.errors import ConfigError, InvalidRequestError
+from gateway.segments import CutRule, SegmentEncoder, cut_rule, is_ink, refuse_hopeless
+
+__all__ = ["DocumentTokens", "PromptRenderer", "PromptText"]
+
+_SEGMENT_CAPACITY: Final = 2_000_000
+"""Tokens of repeated text kept tokenized, about 30 MB with their text."""
+
+
+class PromptText(msgspec.Struct, frozen=True):
+    """A rendered prompt. ``guarded``: a caller spelled control tokens, so the template's own are spelled otherwise."""
+
+    text: str
+    guarded: bool
+
+
+class DocumentTokens(msgspec.Struct, frozen=True):
+    """Token ids of a prompt up to its documents, and of each document, the same at every place in the prompt.
+
+    ``blocks`` holds None for a document whose ids depend on what follows it (it ends in white space).
+    """
+
+    head: list[int]
+    blocks: list[list[int] | None]
+
+
+class PromptRenderer:
+    """Renders and tokenizes for one model folder. Owns the memory of tokenized segments; belongs to one thread.
+
+    ``vocab_size`` is one more than the highest token id.
+    """
+
+    def __init__(self, folder: Path, *, segment_capacity: int = _SEGMENT_CAPACITY) -> None:
+        """Load ``tokenizer.json`` and the chat template of ``folder``; no weights are read.
+
+        Raises:
+            ConfigError: a file is missing or cannot be used.
+        """
+        definition_path = folder / "tokenizer.json"
+        if not definition_path.is_file():
+            raise ConfigError(f"{definition_path} is missing: a model folder needs its fast tokenizer.")
+        self._tokenizer: Final = _load(definition_path)
+        definition = _read_json(definition_path)
+        settings = _read_json(folder / "tokenizer_config.json")
+        template = _template_source(folder, settings)
+        self._template: Final = None if template is None else ChatTemplate(template, _special_spellings(settings))
+        self.vocab_size: Final = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        rule = cut_rule(definition)
+        self._segments: Final = SegmentEncoder(self._tokenizer, rule, segment_capacity)
+        self._guard: Final = _Guard(definition, self._template.literal_text if self._template else "")
+        guarded = self._guard.tokenizer
+        self._guarded_segments: Final = (
+            None if guarded is None else SegmentEncoder(guarded, rule, segment_capacity // 8)
+        )
+
+    @property
+    def supports_chat(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._template is not None
+
+    @property
+    def supports_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        return self._template is not None and self._template.uses_tools
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> PromptText:
+        """The text of a chat prompt, ending where the assistant's answer begins.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or its template refuses these messages.
+        """
+        template = self._template
+        if template is None:
+            raise InvalidRequestError("This model has no chat template: use /v1/completions.", param="messages")
+        turns: list[Any] = [_template_message(message, template.knows_developer) for message in messages]
+        shown: list[Any] = list(tools)
+        guarded = self._guard.spelled_in(turns) or self._guard.spelled_in(shown)
+        if not guarded:
+            return PromptText(template.render(turns, tools=shown or None), guarded=False)
+        if self._guarded_segments is None:
+            raise InvalidRequestError(
+                "The messages spell a control token of the model, which its tokenizer cannot read as plain text.",
+                param="messages",
+            )
+        rendered = template.render(self._guard.mark(turns), tools=self._guard.mark(shown) or None)
+        return PromptText(self._guard.swap(rendered), guarded=True)
+
+    def encode_prompt(self, prompt: PromptText, limit: int | None = None) -> list[int]:
+        """The ids of a rendered prompt. Raises ``TooManyTokens`` when there are more than ``limit``."""
+        return self._encoder(prompt).encode(prompt.text, limit)
+
+    def document_tokens(self, prompt: PromptText, blocks: Sequence[str]) -> DocumentTokens | None:
+        """The ids of each document of ``prompt``, in which ``blocks`` stand one after another, a blank line between.
+
+        None when this tokenizer, or what the template puts before them, gives a document other ids at another place.
+        """
+        encoder = self._encoder(prompt)
+        start = _position(prompt.text, blocks)
+        if encoder.rule is CutRule.NEVER or start is None or prompt.text[start - 2 : start] != "\n\n":
+            return None
+        if encoder.rule is CutRule.AFTER_NEWLINES:
+            return DocumentTokens(
+                encoder.encode(prompt.text[:start]), [encoder.encode(f"{block}\n\n") for block in blocks]
+            )
+        if start < 3 or not is_ink(prompt.text[start - 3]):
+            return None
+        return DocumentTokens(
+            encoder.encode(prompt.text[: start - 2]),
+            [encoder.encode(f"\n\n{block}") if is_ink(block[-1]) else None for block in blocks],
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
+        """The ids of a plain text, as the tokenizer itself reads it: control tokens that are spelled out count.
+
+        Raises ``TooManyTokens`` early for a long text that has far more than ``limit``.
+        """
+        if limit is not None:
+            refuse_hopeless(self._tokenizer, text, limit)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``, control tokens included. Raises ``InvalidRequestError`` for an unknown id."""
+        if any(not 0 <= token < self.vocab_size for token in token_ids):
+            raise InvalidRequestError(f"tokens must lie between 0 and {self.vocab_size - 1}.", param="tokens")
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def _encoder(self, prompt: PromptText) -> SegmentEncoder:
+        if not prompt.guarded:
+            return self._segments
+        assert self._guarded_segments is not None, "render() makes no guarded prompt without it"
+        return self._guarded_segments
+
+
+class _Guard:
+    """Tells control tokens that the template wrote from text that merely spells them.
+
+    It keeps a second tokenizer in which control tokens go by secret names. The callers' spellings are wrapped in marks
+    before rendering; afterwards unmarked spellings, which only the template can have written, get their secret name and
+    the marks vanish. Names and marks are random per process, so that no text can contain them.
+    """
+
+    def __init__(self, definition: dict[str, Any], template_text: str) -> None:
+        nonce = secrets.token_hex(8)
+        self._open, self._close = f"\U000f0000{nonce}<", f">{nonce}\U000f0000"
+        self._names = {
+            token["content"]: f"\U000f0001{nonce}:{token['id']}\U000f0001"
+            for token in definition.get("added_tokens") or ()
+            if _is_control(token, template_text)
+        }
+        spelling = "|".join(map(re.escape, sorted(self._names, key=len, reverse=True))) or "(?!)"
+        opening, closing = re.escape(self._open), re.escape(self._close)
+        self._spelling: Final = re.compile(spelling)
+        self._swap: Final = re.compile(f"{opening}({spelling}){closing}|{opening}|{closing}|({spelling})")
+        self.tokenizer: Final = self._renamed(definition)
+
+    def spelled_in(self, value: Any) -> bool:
+        """Whether any string within ``value`` spells a control token."""
+        if isinstance(value, str):
+            return self._spelling.search(value) is not None
+        if isinstance(value, dict):
+            return any(self.spelled_in(item) for pair in value.items() for item in pair)
+        return isinstance(value, list) and any(map(self.spelled_in, value))
+
+    def mark(self, value: Any) -> Any:
+        """``value`` with all spellings of control tokens wrapped in marks."""
+        if isinstance(value, str):
+            return self._spelling.sub(lambda match: f"{self._open}{match.group()}{self._close}", value)
+        if isinstance(value, dict):
+            return {self.mark(key): self.mark(item) for key, item in value.items()}
+        return [self.mark(item) for item in value] if isinstance(value, list) else value
+
+    def swap(self, rendered: str) -> str:
+        """Give the template's control tokens their secret names and take the marks away."""
+
+        def replace(match: re.Match[str]) -> str:
+            marked, bare = match.groups()
+            return self._names[bare] if bare else marked or ""
+
+        return self._swap.sub(replace, rendered)
+
+    def _renamed(self, definition: dict[str, Any]) -> Tokenizer | None:
+        """The tokenizer that knows control tokens by their secret names only; None where that cannot be."""
+        names = self._names
+        model = dict(definition["model"])
+        vocabulary = model.get("vocab")
+        if isinstance(vocabulary, dict):
+            model["vocab"] = {names.get(token, token): index for token, index in vocabulary.items()}
+        elif isinstance(vocabulary, list):
+            model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        added = [
+            token | {"content": names.get(token["content"], token["content"])} for token in definition["added_tokens"]
+        ]
+        renamed = definition | {"model": model, "added_tokens": added, "post_processor": None}
+        try:
+            tokenizer = Tokenizer.from_str(msgspec.json.encode(renamed).decode())
+        except Exception:  # tokenizers raises plain Exception for whatever a definition lacks
+            return None
+        expected = {token["content"]: token["id"] for token in added}
+        return tokenizer if all(tokenizer.token_to_id(name) == index for name, index in expected.items()) else None
+
+
+def _is_control(token: dict[str, Any], template_text: str) -> bool:
+    """Added tokens that steer the model. Others (runs of blanks, HTML tags) are text that got an id of its own."""
+    content: str = token["content"]
+    if not content.strip():
+        return False
+    return bool(token.get("special")) or content in template_text or (content[:2] == "<|" and content[-2:] == "|>")
+
+
+def _template_message(message: Message, knows_developer: bool) -> dict[str, Any]:
+    role = "system" if message.role == "developer" and not knows_developer else message.role
+    turn: dict[str, Any] = {"role": role, "content": message.content}
+    if message.name is not None:
+        turn["name"] = message.name
+    if message.tool_calls:
+        turn["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = message.tool_call_id
+    return turn
+
+
+def _template_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Chat templates expect a call's arguments as an object; OpenAI's API carries them as JSON text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except msgspec.DecodeError:
+        return call
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _position(text: str, blocks: Sequence[str]) -> int | None:
+    """Where ``blocks``, joined by blank lines, stand in ``text``; the last place if there are several."""
+    body = "\n\n".join(blocks)
+    opening = body[:64]  # searching for a short text and comparing once is faster than searching for all of it
+    at = text.rfind(opening)
+    while at >= 0:
+        if text.startswith(body, at):
+            return at
+        at = text.rfind(opening, 0, at + len(opening) - 1)
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no JSON object.")
+    return value
+
+
+def _load(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ConfigError(f"{path} cannot be used: {error}.") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _template_source(folder: Path, settings: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_spellings(settings: dict[str, Any]) -> dict[str, str]:
+    spellings: dict[str, str] = {}
+    for key, value in settings.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(content, str):
+            spellings[key] = content
+    return spellings

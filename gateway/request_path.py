@@ -1,0 +1,175 @@
+"""The one walk from a parsed body to a routed prompt: canonicalize, render, tokenize, key, choose order and replica.
+
+The API sends what comes out; explaining and offline analysis walk the same road.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, Final
+
+from cache_policy.keys import Namespace, derive_root
+from gateway.canonical.pipeline import Canonicalizer, CanonicalPrompt
+from gateway.canonical.templates import UNREGISTERED, TemplateRegistry
+from gateway.config import CanonicalConfig, TemplateConfig
+from gateway.errors import InvalidRequestError, ModelNotFoundError
+from gateway.plan import Caller, Change, Plan
+from gateway.prompt import PromptRenderer
+from gateway.routing.placement import Placement, encode_text, place_chat, place_tokens
+from gateway.routing.router import Candidate, Router
+from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
+
+__all__ = ["RequestPath"]
+
+_PASSED_ON: Final = "text completions are passed on as they are"
+
+
+class RequestPath:
+    """Composes the stages; keeps nothing but memories of pure functions. Belongs to the event loop.
+
+    ``model`` is the served name that bodies must give, ``secret`` the deployment secret behind the block keys.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        secret: bytes,
+        canonical: CanonicalConfig,
+        templates: Mapping[str, TemplateConfig],
+        renderer: PromptRenderer,
+        router: Router,
+    ) -> None:
+        """Compile the templates. Raises ``ConfigError`` when one is malformed."""
+        self._model: Final = model
+        self._renderer: Final = renderer
+        self._router: Final = router
+        self._canonicalizer: Final = Canonicalizer(canonical, TemplateRegistry(templates, normalize=canonical.text))
+        self._derive_root: Final = lru_cache(maxsize=4096)(lambda namespace: derive_root(secret, namespace))
+
+    def plan_chat(self, body: ChatRequest, caller: Caller) -> Plan:
+        """Decide everything about a chat request up to its replica.
+
+        Raises:
+            InvalidRequestError: the body is at fault; ``ContextLengthError`` when its prompt fits no replica.
+            ModelNotFoundError: another model is served here.
+            ReplicaUnavailable: no replica is ready.
+        """
+        self._check_model(body)
+        canonical = self._canonicalizer.canonicalize(body)
+        use_cache = _uses_cache(body)
+        placement = place_chat(
+            canonical.layout,
+            canonical.order,
+            self._router.candidates(),
+            self._root_of(body, caller),
+            self._renderer,
+            use_cache=use_cache,
+        )
+        documents = canonical.layout.documents
+        return _plan(
+            placement,
+            caller,
+            use_cache=use_cache,
+            template=canonical.template,
+            document_ids=tuple(documents[index].id for index in placement.order),
+            changes=(*canonical.changes, *_order_changes(canonical, placement)),
+            note=canonical.note,
+        )
+
+    def plan_completion(self, body: CompletionRequest, caller: Caller) -> Plan:
+        """Decide where a text completion goes; its prompt is left as it is. Raises as ``plan_chat``."""
+        self._check_model(body)
+        prompt = _single_prompt(body.prompt)
+        candidates = self._router.candidates()
+        token_ids = encode_text(prompt, candidates, self._renderer) if isinstance(prompt, str) else prompt
+        if not token_ids:
+            raise InvalidRequestError("prompt is empty.", param="prompt")
+        _check_vocabulary(token_ids, min(candidate.info.vocab_size for candidate in candidates))
+        use_cache = _uses_cache(body)
+        placement = place_tokens(token_ids, candidates, self._root_of(body, caller), use_cache=use_cache)
+        return _plan(placement, caller, use_cache=use_cache, template=UNREGISTERED, note=_PASSED_ON)
+
+    def tokenize_chat(self, body: ChatRequest) -> list[int]:
+        """The ids of a chat prompt after canonicalization, documents in the caller's order. Raises as ``plan_chat``."""
+        self._check_model(body)
+        layout = self._canonicalizer.canonicalize(body).layout
+        return self._renderer.encode_prompt(self._renderer.render(layout.arrange(layout.documents), layout.tools))
+
+    def _check_model(self, body: SamplingFields) -> None:
+        if body.model != self._model:
+            raise ModelNotFoundError(
+                f"The model {body.model[:128]!r} is not served here; {self._model!r} is.", param="model"
+            )
+
+    def _root_of(self, body: SamplingFields, caller: Caller) -> Callable[[Candidate], bytes]:
+        """The key root per replica: who asks (never the body alone), which weights, and the body's own narrowing."""
+
+        def root(candidate: Candidate) -> bytes:
+            return self._derive_root(
+                Namespace(caller.tenant, self._model, candidate.info.fingerprint, body.cache_salt or "")
+            )
+
+        return root
+
+
+def _plan(
+    placement: Placement,
+    caller: Caller,
+    *,
+    use_cache: bool,
+    template: str,
+    document_ids: tuple[str, ...] = (),
+    changes: tuple[Change, ...] = (),
+    note: str | None = None,
+) -> Plan:
+    return Plan(
+        token_ids=placement.token_ids,
+        root=placement.root,
+        keys=placement.keys,
+        replica_id=placement.candidate.replica_id,
+        predicted_cached=placement.cached_tokens,
+        template=template,
+        tenant=caller.tenant,
+        order=placement.mode,
+        document_ids=document_ids,
+        changes=changes,
+        note=note,
+        use_cache=use_cache,
+    )
+
+
+def _order_changes(canonical: CanonicalPrompt, placement: Placement) -> tuple[Change, ...]:
+    """What became of the documents' order, if anything did."""
+    changes = []
+    if placement.mode != canonical.order and placement.mode == "canonical":
+        changes.append(Change("order", "sorted by id: this model's tokenizer leaves no place to cut between documents"))
+    moved = sum(index != position for position, index in enumerate(placement.order))
+    if moved:
+        reason = f"; the first {placement.led} lead on {placement.candidate.replica_id}" if placement.led else ""
+        changes.append(Change("order", f"{moved} of {len(placement.order)} documents stand at another place{reason}"))
+    return tuple(changes)
+
+
+def _uses_cache(body: SamplingFields) -> bool:
+    return body.headstart is None or not body.headstart.bypass
+
+
+def _single_prompt(prompt: str | list[Any]) -> str | list[int]:
+    """The one prompt of a completion body: a text or token ids, also as the only element of a list."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if any(isinstance(item, str | list) for item in prompt):
+        raise InvalidRequestError("prompt may hold one text or one list of token ids.", param="prompt")
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in prompt):
+        raise InvalidRequestError("prompt must be a string or a list of token ids.", param="prompt")
+    return prompt
+
+
+def _check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
+    lowest, highest = min(token_ids), max(token_ids)
+    if lowest < 0 or highest >= vocab_size:
+        raise InvalidRequestError(f"prompt holds a token id outside 0 to {vocab_size - 1}.", param="prompt")

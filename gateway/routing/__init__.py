@@ -1,0 +1,1 @@
+"""Which replica gets a request: what each of them holds and how busy it is."""

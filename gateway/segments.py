@@ -1,0 +1,193 @@
+"""Tokenizing a prompt piece by piece, so that what repeats is tokenized once.
+
+A text may be cut where the tokenizer's pre-tokenizer is certain to split anyway, whatever stands on either side; then
+the pieces' ids put together are the ids of the whole. For the two families of pre-tokenizers in wide use such a place
+is found at blank lines, before the newlines or after them. Every other tokenizer gets the whole text at once.
+"""
+
+from __future__ import annotations
+
+import enum
+import unicodedata
+from collections import OrderedDict
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+__all__ = ["CutRule", "SegmentEncoder", "TooManyTokens", "cut_rule", "is_ink", "refuse_hopeless"]
+
+_BLANK_LINE: Final = "\n\n"
+_PIECE_OVERHEAD: Final = 32
+"""What an entry of the memory costs besides its ids, in tokens."""
+
+
+class CutRule(enum.Enum):
+    """Where a text may be cut at a run of newlines.
+
+    ``BEFORE_NEWLINES``: between a character that is not white space and two newlines. Right for GPT-2's pattern, which
+    never joins the two, but decides how a run of white space is split by what follows it.
+    ``AFTER_NEWLINES``: between two newlines and a character that is not white space. Right for the patterns after
+    cl100k, which take newlines along with punctuation before them, but end a word at them.
+    """
+
+    NEVER = enum.auto()
+    BEFORE_NEWLINES = enum.auto()
+    AFTER_NEWLINES = enum.auto()
+
+
+_LETTERS_O200K: Final = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
+_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+_PATTERNS: Final[dict[str, CutRule]] = {
+    # GPT-2 and what was trained with its pre-tokenizer
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": CutRule.BEFORE_NEWLINES,
+    # cl100k, Llama 3
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}": (
+        CutRule.AFTER_NEWLINES
+    ),
+    # Qwen 2, 2.5, 3
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}": (
+        CutRule.AFTER_NEWLINES
+    ),
+    # o200k, Phi 4, gpt-oss
+    "|".join(
+        (
+            *(f"{letters}(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for letters in _LETTERS_O200K),
+            rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+        )
+    ): CutRule.AFTER_NEWLINES,
+    # Mistral's Tekken
+    "|".join((*_LETTERS_O200K, rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}")): CutRule.AFTER_NEWLINES,
+}
+"""Pre-tokenizer patterns that were examined, by the text found in ``tokenizer.json``."""
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than were allowed. ``at_least`` is what had been counted."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(at_least)
+        self.at_least = at_least
+
+
+def refuse_hopeless(tokenizer: Tokenizer, text: str, limit: int) -> None:
+    """Raise ``TooManyTokens`` for a long text that has far more than ``limit`` tokens, without tokenizing all of it.
+
+    Parts of it are counted until that is beyond doubt: a word that the cut between two parts tears adds a few tokens,
+    which the margin covers. A text that passes may still be too long by a little.
+    """
+    step = 8 * limit  # text has about four characters to a token
+    if len(text) <= step:
+        return
+    counted = 0
+    for parts, start in enumerate(range(0, len(text), step), start=1):
+        counted += len(tokenizer.encode(text[start : start + step], add_special_tokens=False).ids)
+        if counted > limit + limit // 8 + 16 * parts:
+            raise TooManyTokens(counted)
+
+
+def cut_rule(definition: dict[str, Any]) -> CutRule:
+    """Where texts of the tokenizer with this ``tokenizer.json`` may be cut; ``NEVER`` unless it is certain."""
+    if any(_is_unruly(token) for token in definition.get("added_tokens") or ()):
+        return CutRule.NEVER
+    normalizer = definition.get("normalizer")
+    if normalizer is not None and normalizer.get("type") != "NFC":  # NFC composes nothing with a newline
+        return CutRule.NEVER
+    pre_tokenizer = definition.get("pre_tokenizer") or {}
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+    rules = [_step_rule(step) for step in steps]
+    decided = {rule for rule in rules if rule is not None}
+    return decided.pop() if len(decided) == 1 else CutRule.NEVER
+
+
+def _is_unruly(token: dict[str, Any]) -> bool:
+    """Whether an added token could lie across a cut or takes white space along."""
+    return "\n" in token["content"] or bool(token.get("lstrip") or token.get("rstrip"))
+
+
+def _step_rule(step: dict[str, Any]) -> CutRule | None:
+    """The rule of one pre-tokenizer; None for one that looks at single characters and so never matters."""
+    kind = step.get("type")
+    if kind == "Digits":
+        return None
+    if kind == "ByteLevel":
+        if step.get("add_prefix_space"):
+            return CutRule.NEVER
+        return CutRule.BEFORE_NEWLINES if step.get("use_regex", True) else None
+    if kind == "Split" and (step.get("behavior"), step.get("invert")) in (("Isolated", False), ("Removed", True)):
+        return _PATTERNS.get((step.get("pattern") or {}).get("Regex", ""), CutRule.NEVER)
+    return CutRule.NEVER
+
+
+class SegmentEncoder:
+    """A tokenizer with a memory of pieces. Owns that memory; belongs to one thread.
+
+    ``capacity`` bounds it in tokens; the longest unused pieces leave first. A token costs about 8 bytes (ids are shared
+    integer objects) plus the text of its piece.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, rule: CutRule, capacity: int) -> None:
+        self.rule: Final = rule
+        self._tokenizer = tokenizer
+        self._capacity = capacity
+        self._pieces: OrderedDict[str, list[int]] = OrderedDict()
+        self._held = 0
+        self._shared_ids: dict[int, int] = {}
+
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
+        """The ids of ``text``, the same as without cuts, no special tokens added.
+
+        Raises:
+            TooManyTokens: there are more than ``limit`` of them; found out without tokenizing all of a long text.
+        """
+        ids: list[int] = []
+        start = 0
+        for cut in self._cuts(text):
+            ids += self._piece(text[start:cut], limit)
+            start = cut
+            if limit is not None and len(ids) > limit:
+                raise TooManyTokens(len(ids))
+        ids += self._piece(text[start:] if start else text, limit)
+        if limit is not None and len(ids) > limit:
+            raise TooManyTokens(len(ids))
+        return ids
+
+    def _cuts(self, text: str) -> list[int]:
+        if self.rule is CutRule.NEVER:
+            return []
+        before = self.rule is CutRule.BEFORE_NEWLINES
+        cuts: list[int] = []
+        at = text.find(_BLANK_LINE, 1)
+        while at >= 0:
+            if before:
+                if is_ink(text[at - 1]):
+                    cuts.append(at)
+            elif at + 2 < len(text) and is_ink(text[at + 2]) and text[at + 2] != "/":  # o200k: "!\n\n/" is one word
+                cuts.append(at + 2)
+            at = text.find(_BLANK_LINE, at + 1)
+        return cuts
+
+    def _piece(self, piece: str, limit: int | None) -> list[int]:
+        ids = self._pieces.get(piece)
+        if ids is not None:
+            self._pieces.move_to_end(piece)
+            return ids
+        if limit is not None:
+            refuse_hopeless(self._tokenizer, piece, limit)
+        shared = self._shared_ids
+        ids = [shared.setdefault(token, token) for token in self._tokenizer.encode(piece, add_special_tokens=False).ids]
+        if len(ids) <= self._capacity // 8:
+            self._pieces[piece] = ids
+            self._held += len(ids) + _PIECE_OVERHEAD
+            while self._held > self._capacity:
+                self._held -= len(self._pieces.popitem(last=False)[1]) + _PIECE_OVERHEAD
+        return ids
+
+
+def is_ink(character: str) -> bool:
+    """Certainly no white space to any engine, and nothing that composes with its neighbour."""
+    return not character.isspace() and unicodedata.category(character)[0] != "C"
