@@ -1,0 +1,33 @@
+"""The example configuration is what it says: every setting, with its default."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from gateway.config import Config
+from gateway.configuration import load_config
+
+EXAMPLE = Path(__file__).parent.parent / "headstart.example.toml"
+
+
+def test_the_example_loads_and_shows_the_defaults() -> None:
+    config = load_config(EXAMPLE)
+    assert list(config.templates) == ["support"]
+    assert msgspec.structs.replace(config, templates={}) == Config()
+
+
+def test_the_example_names_every_setting() -> None:
+    text = re.sub(r"^# (?=\[|\w+ = )", "", EXAMPLE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    shown = tomllib.loads(text)
+    config = msgspec.to_builtins(msgspec.convert(shown, Config))
+    assert set(config) == set(shown)
+    for section in ("server", "engine", "redis", "canonical", "admin", "limits"):
+        assert set(shown[section]) == set(config[section]), section
+    (template,) = shown["templates"].values()
+    assert set(template) == {"system", "order", "hoist"}
+    (key,) = shown["keys"].values()
+    assert set(key) == {"tenant", "class"}
