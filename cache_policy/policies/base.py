@@ -40,8 +40,10 @@ class EvictionPolicy(ABC):
 
     What an owner may rely on: ``victim`` changes nothing that the owner can see, never returns a block for which
     ``evictable`` is False, and finds a block whenever there is one; memory is bounded by ``capacity``.
-    To drop everything, or to swap policies, the owner makes a new instance and reports to it what stays
-    (``inserted``, then ``acquired`` for blocks in use). An idle block that is dropped by itself is ``removed``.
+
+    To drop everything, the owner makes a new instance: this one would remember what it saw. To swap policies, it makes
+    a new instance and reports what is idle as ``inserted``, in the order in which the old policy lets it go; blocks
+    in use follow when they next become idle.
     """
 
     name: ClassVar[str]
@@ -58,10 +60,11 @@ class EvictionPolicy(ABC):
         self.capacity = capacity
 
     def missed(self, key: BlockKey) -> None:  # noqa: B027 - most policies have nothing to do here
-        """A block for ``key``, which is not resident, is about to be allocated; comes before the call of ``victim``.
+        """A block for ``key``, which is not resident, is about to be allocated.
 
-        Called for content whose key is known by then (prompt blocks, not those a decode will fill), once per
-        allocation. The block may never be inserted, when its request is aborted.
+        Comes before the call of ``victim`` that makes room for it, once per allocation, for content whose key is known
+        by then (prompt blocks, not those that a decode will fill). When its request is aborted, the block may never be
+        inserted.
         """
 
     @abstractmethod

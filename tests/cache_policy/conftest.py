@@ -69,7 +69,7 @@ class Pool:
                     break
                 block = self.free.pop()
                 self.block_of[path], self.path_of[block] = block, path
-            elif not self.references[block] and block in self.last_use:
+            elif not self.references[block]:
                 self.policy.acquired(block)
             self.references[block] += 1
             blocks.append(block)
@@ -78,16 +78,36 @@ class Pool:
     def finish(self, blocks: list[int]) -> None:
         for block in reversed(blocks):
             self.references[block] -= 1
-            if self.references[block]:
-                continue
-            self.now += 1
-            self.last_use[block] = self.now
-            if block in self.first_use:
-                self.policy.touched(block)
-            else:
-                self.first_use[block] = self.now
-                path = self.path_of[block]
-                self.policy.inserted(block, self.parent(block), hash(path), len(path) - 1)
+            if not self.references[block]:
+                self.report_idle(block)
+
+    def report_idle(self, block: int) -> None:
+        self.now += 1
+        self.last_use[block] = self.now
+        if block in self.first_use:
+            self.policy.touched(block)
+        else:
+            self.first_use[block] = self.now
+            path = self.path_of[block]
+            self.policy.inserted(block, self.parent(block), hash(path), len(path) - 1)
+
+    def swap(self, policy: EvictionPolicy) -> None:
+        """Let another policy decide from now on."""
+        old, self.policy = self.policy, policy
+        idle = {block for block in self.path_of if not self.references[block]}
+        order: list[int] = []
+        while idle:
+            parents = {self.parent(block) for block in idle}
+            leaves = idle - parents
+            block = old.victim(leaves.__contains__)
+            assert block in leaves
+            old.removed(block)
+            idle.remove(block)
+            order.append(block)
+        self.first_use.clear()
+        self.last_use.clear()
+        for block in order:
+            self.report_idle(block)
 
     def serve(self, labels: Sequence[int]) -> list[int]:
         blocks = self.admit(labels)

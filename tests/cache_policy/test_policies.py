@@ -78,3 +78,10 @@ def test_fifo_does_not_look_at_shared_beginnings(pool_type):
     pool.questions = 0
     assert pool.evict() is not None
     assert pool.questions == 1
+
+
+def test_a_swap_to_lru_keeps_the_old_order(pool_type):
+    pool = pool_type(create_policy("fifo", 4))
+    blocks = [pool.serve([label])[0] for label in (1, 2, 3)]
+    pool.swap(create_policy("lru", 4))
+    assert [pool.evict() for _ in blocks] == blocks

@@ -79,19 +79,14 @@ def test_the_same_history_gives_the_same_victims(name, pool_type, steps):
 
 
 @fuzz
-@given(steps=operations)
-def test_a_new_instance_takes_over_blocks_and_their_uses(name, pool_type, steps):
-    """The hot swap of the contract: what is resident is reported again, blocks in use are acquired at once."""
+@given(steps=operations, successor=st.sampled_from(POLICY_NAMES))
+def test_a_swap_keeps_every_block_and_loses_track_of_none(name, successor, pool_type, steps):
     pool = pool_type(create_policy(name, CAPACITY))
     play(pool, steps)
     running = pool.admit([0, 0])
-    known = sorted(pool.last_use, key=pool.last_use.__getitem__)
-    pool.policy = create_policy(name, CAPACITY)
-    for block in known:
-        path = pool.path_of[block]
-        pool.policy.inserted(block, pool.parent(block), hash(path), len(path) - 1)
-        if pool.references[block]:
-            pool.policy.acquired(block)
+    resident = dict(pool.block_of)
+    pool.swap(create_policy(successor, CAPACITY))
+    assert pool.block_of == resident
     play(pool, steps)
     pool.finish(running)
     play(pool, steps)
