@@ -1,0 +1,188 @@
+"""The seam between transformers' modules and our paged attention, and the KV pool that both sides share.
+
+One step is one flat batch: the tokens of all sequences side by side, no padding. ``paged_attention`` is what the
+modules call, once per layer; it hands over to the ``StepAttention`` that the runner passed along with the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+import torch
+from transformers import AttentionInterface
+
+from engine.errors import UnsupportedModelError
+
+__all__ = [
+    "ATTENTION_NAME",
+    "AttentionBackend",
+    "KvPool",
+    "LayerOptions",
+    "LayerShape",
+    "SequenceSlice",
+    "StepAttention",
+    "paged_attention",
+    "slot_mapping",
+]
+
+ATTENTION_NAME: Final = "headstart_paged"
+"""Our name in transformers' attention registry. Its mask registry does not know it, so that no mask is made."""
+
+
+class LayerShape(msgspec.Struct, frozen=True):
+    """What one layer stores per token: ``kv_heads`` keys of ``key_dim`` and values of ``value_dim`` elements."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class LayerOptions(msgspec.Struct, frozen=True):
+    """How one layer attends, as its module said.
+
+    ``scaling`` multiplies the scores, which ``softcap`` then squeezes into (-softcap, softcap). A token sees the last
+    ``sliding_window`` tokens, itself included. ``sinks`` are extra logits, one per query head, that take part in
+    the softmax and have no value (gpt-oss).
+    """
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+class SequenceSlice(msgspec.Struct, frozen=True):
+    """Consecutive new tokens of one sequence in the flat batch.
+
+    They are rows ``first .. first+length-1`` of the batch and positions ``start .. start+length-1`` of the sequence;
+    K and V of earlier positions are in the blocks of ``block_table`` already.
+    """
+
+    first: int
+    length: int
+    start: int
+    block_table: list[int]
+
+
+class KvPool:
+    """K and V of every layer, in blocks: one tensor ``[blocks, kv_heads, block, dim]`` per layer and kind.
+
+    Owned by the model runner; written only by a step's attention. Starts as zeros, which the system provides lazily, so
+    that a block takes memory when it is first written; and whatever is read beyond a sequence's end is finite.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        shape = num_blocks, block_size
+        self.keys = [_zeros(layer.kv_heads, layer.key_dim, *shape, dtype, device) for layer in layers]
+        self.values = [_zeros(layer.kv_heads, layer.value_dim, *shape, dtype, device) for layer in layers]
+
+    def rows(self, slots: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """Rows of a layer's pool seen as ``[blocks * kv_heads * block, dim]``, token by token, head by head."""
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        heads = torch.arange(kv_heads, device=slots.device)
+        return ((blocks[:, None] * kv_heads + heads) * self.block_size + offsets[:, None]).flatten()
+
+    def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store new K and V, ``[kv_heads, tokens, dim]`` each, at ``rows`` (see there)."""
+        for pool, new in ((self.keys[layer], key), (self.values[layer], value)):
+            dim = new.shape[-1]
+            pool.view(-1, dim).index_copy_(0, rows, new.transpose(0, 1).reshape(-1, dim))
+
+
+def _zeros(
+    kv_heads: int, dim: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    return torch.zeros(num_blocks, kv_heads, block_size, dim, dtype=dtype, device=device)
+
+
+class StepAttention(Protocol):
+    """The attention of one step, for all its layers."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: LayerOptions
+    ) -> torch.Tensor:
+        """Write ``key`` and ``value`` into the pool and attend to everything each token may see.
+
+        Args:
+            layer: index of the layer.
+            query: ``[heads, tokens, key_dim]``, the flat batch.
+            key: ``[kv_heads, tokens, key_dim]``, rotary embedding applied.
+            value: ``[kv_heads, tokens, value_dim]``.
+            options: as the module said.
+
+        Returns:
+            ``[tokens, heads, value_dim]``.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A way to compute paged attention. Stateless: everything of a step is in the object that ``begin`` returns."""
+
+    name: str
+
+    def begin(self, pool: KvPool, slices: Sequence[SequenceSlice]) -> StepAttention:
+        """Prepare one step over ``pool``: what all layers need is computed here, once."""
+        ...
+
+
+def slot_mapping(slices: Sequence[SequenceSlice], block_size: int) -> torch.Tensor:
+    """The slot (block * block_size + offset) of every token of the flat batch, int64."""
+    slots = [
+        piece.block_table[position // block_size] * block_size + position % block_size
+        for piece in slices
+        for position in range(piece.start, piece.start + piece.length)
+    ]
+    return torch.tensor(slots)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: StepAttention,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers' modules: ``[1, heads, tokens, dim]`` in, ``[1, tokens, heads, dim]`` out.
+
+    Raises:
+        UnsupportedModelError: the module asks for something that would be left out (a position bias, a selection of
+            blocks, an attention that is not causal): a tensor we do not know is never ignored.
+    """
+    unknown = [name for name, extra in others.items() if isinstance(extra, torch.Tensor) and name != "position_ids"]
+    if attention_mask is not None:
+        unknown.append("attention_mask")
+    if others.get("is_causal") is False:
+        unknown.append("is_causal=False")
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} gives its attention {', '.join(unknown)}, which paged attention cannot honour."
+        )
+    options = LayerOptions(
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling), sliding_window, softcap or None, s_aux
+    )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return paged.attend(layer, query[0], key[0], value[0], options).unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
