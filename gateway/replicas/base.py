@@ -7,7 +7,7 @@ suite in ``tests/gateway/replicas`` runs on every implementation.
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -67,24 +67,31 @@ class Replica(Protocol):
     load: Load | None
     down_reason: str | None
 
+    def observe(self, observer: ReplicaObserver) -> None:
+        """Report to ``observer`` from now on, after those that came before it."""
+        ...
+
     async def start(self) -> None:
         """Begin to come up; returns without waiting for READY."""
 
     async def wait_ready(self, timeout: float) -> None:
         """Return when READY. Raises ``ReplicaUnavailable`` after ``timeout`` seconds or when it cannot start."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
-        """Stream the outputs of one request; the last one has a ``finish_reason`` or an ``error``.
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
+        """Stream the outputs of one request; the last one, and only that, has a ``finish_reason``.
 
-        Closing the iterator early aborts the request at the replica. Raises ``ReplicaLost`` when the replica
-        dies; its attribute ``produced`` says whether any token had come before.
+        Closing the generator early aborts the request at the replica. Raises ``ReplicaUnavailable`` when it is not
+        READY, and ``ReplicaLost`` when it dies, whose attribute ``produced`` says whether any token had come before.
         """
         ...
 
     async def call(
         self, method: str, params: Mapping[str, Any] | None = None, *, timeout: float = 30.0
     ) -> dict[str, Any]:
-        """A control call (see ``engine.wire.Call``). Raises ``ReplicaError`` with the replica's message."""
+        """A control call (see ``engine.wire.Call``).
+
+        Raises ``ReplicaError`` with the replica's message, ``ReplicaUnavailable`` when it is not READY.
+        """
         ...
 
     async def stop(self, grace: float) -> None:

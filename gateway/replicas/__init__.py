@@ -1,0 +1,1 @@
+"""Replicas: what generates text for the gateway, behind one seam."""

@@ -1,0 +1,75 @@
+"""One connection to an engine process: frames in, frames out."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from engine.wire import MAX_FRAME_BYTES, FromEngine, ToEngine, decode_from_engine, frame
+
+__all__ = ["EngineConnection"]
+
+_LENGTH: Final = struct.Struct(">I")
+
+
+class EngineConnection(asyncio.Protocol):
+    """Speaks ``engine.wire`` on a stream socket. Owned by the replica that opened it.
+
+    ``on_message`` is called on the event loop with each message and must not raise. ``closed`` is done when the
+    connection has ended, with the reason in words as its result.
+    """
+
+    def __init__(self, on_message: Callable[[FromEngine], None]) -> None:
+        self.closed: Final[asyncio.Future[str]] = asyncio.get_running_loop().create_future()
+        self._on_message = on_message
+        self._buffer = bytearray()
+        self._reason: str | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def send(self, message: ToEngine) -> None:
+        """Write a message; dropped when the connection has ended, as ``closed`` will tell."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(message))
+
+    def close(self) -> None:
+        """End the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- asyncio.Protocol ------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is connected."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Decode every frame that is complete."""
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        try:
+            while len(buffer) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(buffer, start)
+                if length > MAX_FRAME_BYTES:
+                    raise msgspec.DecodeError("the frame is too long")
+                end = start + _LENGTH.size + length
+                if len(buffer) < end:
+                    break
+                message = decode_from_engine(bytes(buffer[start + _LENGTH.size : end]))
+                start = end
+                self._on_message(message)
+        except msgspec.DecodeError as error:
+            self._reason = f"it broke the protocol: {error}"
+            self.close()
+            return
+        del buffer[:start]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The other side is gone, or ``close`` was called."""
+        if not self.closed.done():
+            self.closed.set_result(self._reason or "the connection to the engine was lost")

@@ -1,0 +1,278 @@
+"""Our own engine as a replica: a process behind a unix socket, kept alive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from engine.wire import Abort, Call, EngineInfo, FromEngine, Load, Output, Reply, StepReport, Submit, pack_tokens
+from gateway.errors import HeadstartError, ReplicaError, ReplicaUnavailable
+from gateway.replicas.base import GenerationRequest, ReplicaObserver, ReplicaState
+from gateway.replicas.connection import EngineConnection
+from gateway.replicas.inflight import InFlight
+from gateway.replicas.supervisor import EngineLauncher, EngineProcess, RestartDelay
+
+__all__ = ["EngineReplica"]
+
+_CONNECT_INTERVAL_S: Final = 0.05
+_START_TIMEOUT_S: Final = 600.0  # weights on a slow disk; a process that hangs is ended after it
+_LAST_WORDS_TIMEOUT_S: Final = 0.5
+
+_log = structlog.get_logger("headstart.replica")
+
+
+class _LifeEnded(Exception):
+    """Why the engine does not serve (any longer), in words."""
+
+
+class EngineReplica:
+    """A ``gateway.replicas.base.Replica`` over ``engine.wire``.
+
+    With a launcher it owns the engine process and starts it again when it ends, after a growing pause; with a path
+    it connects, again and again, to an engine that somebody else runs. Owns the connection, the requests in flight
+    and the ``Replica`` attributes; belongs to one event loop.
+    """
+
+    def __init__(self, id: str, source: EngineLauncher | Path) -> None:
+        self.id = id
+        self.state = ReplicaState.STARTING
+        self.info: EngineInfo | None = None
+        self.load: Load | None = None
+        self.down_reason: str | None = None
+        self._source = source
+        self._observers: list[ReplicaObserver] = []
+        self._in_flight = InFlight()
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._last_call = 0
+        self._connection: EngineConnection | None = None
+        self._ready_since: float | None = None
+        self._changed = asyncio.Event()  # set at each change of state; replaced by whoever waits
+        self._life: asyncio.Task[None] | None = None
+        self._log = _log.bind(replica=id)
+
+    def observe(self, observer: ReplicaObserver) -> None:
+        """Report to ``observer`` from now on."""
+        self._observers.append(observer)
+
+    # --- life ------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to come up; returns without waiting for READY."""
+        assert self._life is None, "a replica is started once"
+        self._life = asyncio.create_task(self._keep_alive(), name=self.id)
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Return when READY.
+
+        Raises:
+            ReplicaUnavailable: Not within ``timeout`` seconds, or an engine of our own has ended instead.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while self.state is not ReplicaState.READY:
+                    if self.state is ReplicaState.STOPPED or (
+                        self.state is ReplicaState.DOWN and isinstance(self._source, EngineLauncher)
+                    ):
+                        raise ReplicaUnavailable(f"{self.id} does not serve: {self.down_reason}.")
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            reason = f": {self.down_reason}" if self.down_reason else ""
+            raise ReplicaUnavailable(f"{self.id} was not ready within {timeout:.0f} s{reason}.") from None
+
+    async def stop(self, grace: float) -> None:
+        """Stop for good: running requests get ``grace`` seconds to end, then are aborted."""
+        was_ready = self.state is ReplicaState.READY
+        self._set_state(ReplicaState.STOPPED, "stopped")
+        if was_ready and grace > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._in_flight.wait_idle(), grace)
+        self._in_flight.lose("the replica was stopped")
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.wait([self._life])
+            self._life = None
+        if isinstance(self._source, EngineLauncher):
+            self._source.close()
+
+    # --- work ------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
+        """Stream the outputs of one request; the last one has a ``finish_reason``.
+
+        Raises:
+            ReplicaUnavailable: It is not READY.
+            ReplicaLost: The engine died meanwhile.
+        """
+        connection = self._connected()
+        mailbox = self._in_flight.open()
+        try:
+            connection.send(
+                Submit(mailbox.id, pack_tokens(request.token_ids), request.root, request.sampling, request.use_cache)
+            )
+            while True:
+                output = await mailbox.take()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            if self._in_flight.close(mailbox):
+                connection.send(Abort((mailbox.id,)))
+
+    async def call(
+        self, method: str, params: Mapping[str, Any] | None = None, *, timeout: float = 30.0
+    ) -> dict[str, Any]:
+        """A control call (see ``engine.wire.Call``).
+
+        Raises:
+            ReplicaError: It answered with an error, was lost, or gave no answer within ``timeout`` seconds.
+            ReplicaUnavailable: It is not READY.
+        """
+        connection = self._connected()
+        self._last_call += 1
+        id = self._last_call
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[id] = future
+        try:
+            connection.send(Call(id, method, dict(params or {})))
+            reply = await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            raise ReplicaError(f"{self.id} gave no answer to {method!r} within {timeout:.0f} s.") from None
+        finally:
+            self._calls.pop(id, None)
+        if reply.error is not None:
+            raise ReplicaError(f"{self.id}: {reply.error}")
+        return reply.result
+
+    def _connected(self) -> EngineConnection:
+        if self._connection is None or self.state is not ReplicaState.READY:
+            raise ReplicaUnavailable(f"{self.id} is not ready: {self.down_reason or self.state}.")
+        return self._connection
+
+    # --- one life after another --------------------------------------------------------------------------
+
+    async def _keep_alive(self) -> None:
+        delay = RestartDelay()
+        while True:
+            self._ready_since = None
+            try:
+                await self._live()
+            except _LifeEnded as ended:
+                reason = str(ended)
+            except (OSError, HeadstartError) as error:
+                reason = str(error)
+            served_s = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
+            pause_s = delay.after(served_s)
+            self._lost(reason, pause_s)
+            await asyncio.sleep(pause_s)
+            self._set_state(ReplicaState.STARTING, self.down_reason)
+
+    async def _live(self) -> None:
+        """One life of the engine, or of the connection to it; ends with an exception that says why."""
+        if isinstance(self._source, Path):
+            await self._serve(self._source, None)
+            return
+        process = await self._source.launch(self.id)
+        try:
+            await self._serve(process.socket, process)
+        finally:
+            self._connection = None
+            await process.stop()
+
+    async def _serve(self, socket: Path, process: EngineProcess | None) -> None:
+        ended = asyncio.create_task(process.wait()) if process is not None else None
+        try:
+            connection = await self._connect(socket, ended)
+            self._connection = connection
+            try:
+                reason = await connection.closed
+            finally:
+                connection.close()
+            if ended is not None:
+                # The process says better why; it may still be on its way out.
+                await asyncio.wait([ended], timeout=_LAST_WORDS_TIMEOUT_S)
+                reason = ended.result() if ended.done() else reason
+            raise _LifeEnded(reason)
+        finally:
+            if ended is not None:
+                ended.cancel()
+
+    async def _connect(self, socket: Path, ended: asyncio.Task[str] | None) -> EngineConnection:
+        """Try until the engine listens; a process that ends before that ends the trying."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _START_TIMEOUT_S
+        while True:
+            try:
+                _, connection = await loop.create_unix_connection(
+                    lambda: EngineConnection(self._receive), path=str(socket)
+                )
+                return connection
+            except OSError as error:
+                if ended is None:
+                    raise _LifeEnded(f"no engine answers on {socket} ({error.strerror or error})") from None
+            await asyncio.wait([ended], timeout=_CONNECT_INTERVAL_S)
+            if ended.done():
+                raise _LifeEnded(ended.result())
+            if loop.time() > deadline:
+                raise _LifeEnded(f"the engine did not come up within {_START_TIMEOUT_S:.0f} s")
+
+    # --- what it reports -----------------------------------------------------------------------------------
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case StepReport():
+                self._in_flight.deliver(message.outputs)
+                self.load = message.load
+                for observer in self._observers:
+                    if message.events:
+                        observer.on_events(self, message.events)
+                    if message.timing is not None:
+                        observer.on_step(self, message.timing, message.load)
+            case EngineInfo():
+                self._ready(message)
+            case Reply():
+                future = self._calls.get(message.id)
+                if future is not None and not future.done():
+                    future.set_result(message)
+
+    def _ready(self, info: EngineInfo) -> None:
+        if self.state is ReplicaState.STOPPED:
+            return
+        self.info = info
+        self.load = None
+        self._ready_since = time.monotonic()
+        self._set_state(ReplicaState.READY, None)
+        self._log.info(
+            "replica ready",
+            model=info.model, dtype=info.dtype, device=info.device, blocks=info.num_blocks, context=info.max_model_len,
+        )  # fmt: skip
+        for observer in self._observers:
+            observer.on_ready(self, info)
+
+    def _lost(self, reason: str, pause_s: float) -> None:
+        was_ready = self.state is ReplicaState.READY
+        self._connection = None
+        if self.state is ReplicaState.STOPPED:
+            return
+        repeated = reason == self.down_reason
+        self._set_state(ReplicaState.DOWN, reason)
+        if not repeated:
+            self._log.warning("replica down", reason=reason, next_try_s=pause_s)
+        self._in_flight.lose(f"{self.id} was lost: {reason}")
+        for future in self._calls.values():
+            if not future.done():
+                future.set_result(Reply(0, error=f"lost: {reason}"))
+        if was_ready:
+            for observer in self._observers:
+                observer.on_down(self, reason)
+
+    def _set_state(self, state: ReplicaState, reason: str | None) -> None:
+        self.state = state
+        self.down_reason = reason
+        self._changed.set()
