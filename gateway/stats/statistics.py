@@ -109,6 +109,11 @@ class Statistics:
             cost = self._costs[replica_id] = PrefillCost()
         return cost
 
+    @property
+    def requests_ever(self) -> int:
+        """Requests that were ever counted, by all gateways."""
+        return sum(sums.requests for table in (self.aggregate.totals, self.fleet.totals) for sums in table.values())
+
     def snapshot(self, *, window_minutes: int | None = None, minutes: int = 60, by: Grouping | None = None) -> Snapshot:
         """All figures, over the last ``window_minutes`` or (None) over everything counted, at most 2 s old.
 

@@ -1,0 +1,1 @@
+"""The dashboard: one live page that works offline, fed by server-sent events."""

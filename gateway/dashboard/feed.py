@@ -1,0 +1,75 @@
+"""What the page is told once a second: the figures of its window, as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Final, Literal
+
+import msgspec
+
+from gateway.stats.snapshot import Series, Snapshot
+from gateway.stats.statistics import Statistics
+
+__all__ = ["WINDOWS", "Feed", "Update", "Window"]
+
+Window = Literal["15m", "1h", "24h", "all"]
+
+WINDOWS: Final[dict[Window, int | None]] = {"15m": 15, "1h": 60, "24h": 24 * 60, "all": None}
+"""Minutes of each window that the page offers; None is everything ever counted."""
+
+_PERIOD_S: Final = 1.0
+
+
+class Update(msgspec.Struct, frozen=True):
+    """One event's data. ``ever`` counts the requests of all time, ``series`` covers the window (a day at most)."""
+
+    window: Window
+    ever: int
+    snapshot: Snapshot
+    series: Series
+
+
+class Feed:
+    """Makes the events. All pages that look at the same window share one encoding a second.
+
+    A page that reads slowly gets fewer events, never a queue of old ones. ``close`` ends all streams, so that
+    a shutdown does not wait for pages that are left open.
+    """
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+        self._closing = asyncio.Event()
+        self._encoded: dict[Window, tuple[int, bytes]] = {}
+        self._encode = msgspec.json.Encoder().encode
+
+    def close(self) -> None:
+        """End every stream now; new ones end at once."""
+        self._closing.set()
+
+    async def stream(self, window: Window) -> AsyncIterator[bytes]:
+        """Server-sent events until the reader leaves or the feed is closed."""
+        while not self._closing.is_set():
+            yield self.event(window)
+            try:
+                await asyncio.wait_for(self._closing.wait(), _PERIOD_S)
+            except TimeoutError:
+                continue
+
+    def event(self, window: Window) -> bytes:
+        """The event of this second."""
+        tick = int(time.monotonic() / _PERIOD_S)
+        cached = self._encoded.get(window)
+        if cached is not None and cached[0] == tick:
+            return cached[1]
+        minutes = WINDOWS[window]
+        update = Update(
+            window=window,
+            ever=self._statistics.requests_ever,
+            snapshot=self._statistics.snapshot(window_minutes=minutes, minutes=0),
+            series=self._statistics.series(window_minutes=minutes),
+        )
+        event = b"event: update\ndata: " + self._encode(update) + b"\n\n"
+        self._encoded[window] = (tick, event)
+        return event

@@ -1,0 +1,161 @@
+// The charts over time. uPlot draws on a canvas; colours come from the style sheet, so that they follow the theme.
+import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
+import { percent, seconds } from "./format.js";
+
+const HEIGHT = 190;
+const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", hour12: false });
+const FONT = "11px system-ui, sans-serif";
+
+// Ten seconds with three requests say little: a hit rate covers the minute before it, a bar half a minute.
+const SMOOTH_S = 60;
+const BAR_S = 30;
+
+export function HitRateChart({ series, theme }) {
+  const data = useMemo(() => {
+    const points = Math.max(1, Math.round(SMOOTH_S / series.step_s));
+    return [series.time, rollingRate(series.cached_prompt_tokens, series.prompt_tokens, points)];
+  }, [series]);
+  return html`<${Chart} title="Token hit rate" data=${data} theme=${theme} format=${percent}
+    said=${series.step_s < SMOOTH_S ? "each point covers a minute" : stepSaid(series.step_s)}
+    range=${[0, 1]} splits=${[0, 0.25, 0.5, 0.75, 1]} axisFormat=${(value) => `${Math.round(100 * value)}%`}
+    lines=${[{ name: "hit rate", color: "--saved", fill: "--saved-fill", width: 2 }]} />`;
+}
+
+export function PrefillChart({ series, theme }) {
+  const step = Math.max(series.step_s, BAR_S);
+  const data = useMemo(() => {
+    const [time, spent, saved] = grouped(step, series.time, series.prefill_s, series.saved_prefill_s);
+    return [time, spent.map((value, i) => value + saved[i]), spent];
+  }, [series]);
+  return html`<${Chart} title="Prefill seconds" data=${data} theme=${theme} format=${seconds} said=${stepSaid(step)} bars=${step}
+    value=${(line, values) => (line === 0 ? values[0] - values[1] : values[1])}
+    lines=${[
+      { name: "saved", color: "--saved" },
+      { name: "spent", color: "--spent" },
+    ]} />`;
+}
+
+export function TtftChart({ series, theme }) {
+  const data = useMemo(() => [series.time, series.ttft_p50_s, series.ttft_p95_s], [series]);
+  return html`<${Chart} title="Time to first token" data=${data} theme=${theme} format=${seconds} said=${stepSaid(series.step_s)}
+    lines=${[
+      { name: "p50", color: "--used", width: 2 },
+      { name: "p95", color: "--warn", width: 1.5, dash: [5, 4] },
+    ]} />`;
+}
+
+const stepSaid = (step) => (step < 60 ? `per ${step} s` : step === 60 ? "per minute" : `per ${step / 60} min`);
+
+// Sums of columns over longer steps.
+function grouped(step, time, ...columns) {
+  const starts = [];
+  const sums = columns.map(() => []);
+  time.forEach((at, i) => {
+    const start = Math.floor(at / step) * step;
+    if (starts.at(-1) !== start) {
+      starts.push(start);
+      for (const sum of sums) sum.push(0);
+    }
+    sums.forEach((sum, column) => (sum[sum.length - 1] += columns[column][i]));
+  });
+  return [starts, ...sums];
+}
+
+function rollingRate(parts, wholes, points) {
+  let part = 0;
+  let whole = 0;
+  return parts.map((_, i) => {
+    part += parts[i] - (i >= points ? parts[i - points] : 0);
+    whole += wholes[i] - (i >= points ? wholes[i - points] : 0);
+    return whole > 0 ? part / whole : null;
+  });
+}
+
+// One chart with its legend. The legend shows the values under the cursor, or else the latest ones there are.
+function Chart({ title, said, data, lines, format, theme, range, splits, axisFormat, bars, value }) {
+  const box = useRef(null);
+  const plot = useRef(null);
+  const [hovered, setHovered] = useState(null);
+
+  useEffect(() => {
+    const options = plotOptions({ width: box.current.clientWidth, lines, range, splits, axisFormat: axisFormat ?? axisSeconds, bars, onHover: setHovered });
+    plot.current = new uPlot(options, data, box.current);
+    const observer = new ResizeObserver(() => plot.current.setSize({ width: box.current.clientWidth, height: HEIGHT }));
+    observer.observe(box.current);
+    const scheme = matchMedia("(prefers-color-scheme: dark)");
+    const redraw = () => plot.current.redraw(false, true);
+    scheme.addEventListener("change", redraw);
+    return () => {
+      scheme.removeEventListener("change", redraw);
+      observer.disconnect();
+      plot.current.destroy();
+    };
+  }, []);
+
+  useEffect(() => plot.current.setData(data), [data]);
+  useEffect(() => plot.current.redraw(false, true), [theme]);
+
+  const index = hovered ?? latest(data);
+  const at = (line) => {
+    const values = data.slice(1).map((column) => (index === null ? null : column[index]));
+    return values[line] == null ? null : (value?.(line, values) ?? values[line]);
+  };
+  const spoken = lines.map((line, i) => `${line.name} ${format(at(i))}`).join(", ");
+  return html`<figure class="card chart">
+    <figcaption>
+      <h2>${title} <small>${said}</small></h2>
+      <ul class="legend">
+        ${lines.map((line, i) => html`<li key=${line.name}><i style=${{ background: `var(${line.color})` }}></i>${line.name} <b>${format(at(i))}</b></li>`)}
+      </ul>
+    </figcaption>
+    <div class="plot" ref=${box} role="img" aria-label=${`${title} over time; latest: ${spoken}`}></div>
+  </figure>`;
+}
+
+function latest(data) {
+  for (let i = data[0].length - 1; i >= 0; i--) if (data.slice(1).some((column) => column[i])) return i;
+  return null;
+}
+
+const axisSeconds = (value) => (value === 0 ? "0" : value < 1 ? `${+(1000 * value).toPrecision(3)} ms` : `${+value.toPrecision(3)} s`);
+
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function plotOptions({ width, lines, range, splits, axisFormat, bars, onHover }) {
+  const axis = {
+    stroke: () => color("--muted"),
+    font: FONT,
+    grid: { stroke: () => color("--line"), width: 1 },
+    ticks: { show: false },
+  };
+  return {
+    width,
+    height: HEIGHT,
+    padding: [8, 18, 0, 0],
+    legend: { show: false },
+    cursor: { drag: { x: false, y: false }, sync: { key: "time" }, points: bars ? { show: false } : { size: 7 }, y: false },
+    scales: { x: { range: (_, min, max) => [min - (bars ?? 0) / 2, max + (bars ?? 0) / 2] }, y: { range: range ? () => range : (_, __, max) => [0, max > 0 ? max * 1.08 : 1] } },
+    axes: [
+      { ...axis, grid: { show: false }, space: 64, size: 28, gap: 8, values: (_, ticks) => ticks.map((tick) => clock.format(tick * 1000)) },
+      { ...axis, size: 52, gap: 6, space: 34, splits: splits && (() => splits), values: (_, ticks) => ticks.map(axisFormat) },
+    ],
+    series: [
+      {},
+      ...lines.map((line) => ({
+        stroke: () => color(line.color),
+        fill: bars ? () => color(line.color) : line.fill && (() => color(line.fill)),
+        width: bars ? 0 : line.width,
+        dash: line.dash,
+        spanGaps: true,
+        points: { show: bars ? false : isolated, size: 4, fill: () => color(line.color) },
+        paths: bars ? uPlot.paths.bars({ size: [0.7, 16] }) : uPlot.paths.linear(),
+      })),
+    ],
+    hooks: { setCursor: [(plot) => onHover(plot.cursor.left >= 0 ? (plot.cursor.idx ?? null) : null)] },
+  };
+}
+
+// A line needs two points; a lone one would be invisible.
+function isolated(plot, seriesIndex) {
+  return plot.data[seriesIndex].filter((value) => value != null).length === 1;
+}

@@ -1,0 +1,41 @@
+// The four figures one looks at first, over the chosen window.
+import { html } from "./vendor/htm-preact.js";
+import { count, percent, plural, seconds, share } from "./format.js";
+
+export function Headline({ totals, said }) {
+  const whole = totals.prefill_s + totals.saved_prefill_s;
+  const saved = share(totals.saved_prefill_s, whole);
+  return html`<section class="headline" aria-label=${`Headline figures, ${said}`}>
+    <${Figure} name="Token hit rate" said=${said} value=${percent(totals.token_hit_rate)} main
+      note=${totals.prompt_tokens > 0
+        ? `${count(totals.cached_prompt_tokens)} of ${plural(totals.prompt_tokens, "prompt token", "prompt tokens")}`
+        : "no prompt tokens yet"}
+      part=${totals.token_hit_rate} />
+    <${Figure} name="Prefill saved" said=${said} value=${seconds(totals.saved_prefill_s)}
+      note=${saved === null ? "nothing spent yet" : `${percent(saved)} of ${seconds(whole)}, ${seconds(totals.prefill_s)} spent`}
+      part=${saved} />
+    <${Figure} name="Time to first token" said=${said} value=${seconds(totals.ttft_p50_s)} unit="p50"
+      second=${html`<b>${seconds(totals.ttft_p95_s)}</b> <small>p95</small>`}
+      note=${`from arrival; mean ${seconds(totals.ttft_mean_s)}`} />
+    <${Figure} name="Requests" said=${said} value=${count(totals.requests)}
+      note=${outcome(totals)} />
+  </section>`;
+}
+
+function outcome({ requests, failed, aborted, completion_tokens: tokens }) {
+  if (requests === 0) return "none in this window";
+  return html`<span class=${failed > 0 ? "bad" : ""}>${count(failed)} failed</span>${aborted > 0 && `, ${count(aborted)} aborted`},
+    ${" "}${plural(tokens, "token", "tokens")} generated`;
+}
+
+function Figure({ name, said, value, unit, second, note, part, main }) {
+  return html`<div class=${`card figure ${main ? "main" : ""}`}>
+    <h2>${name} <small>${said}</small></h2>
+    <p class="value">
+      <span>${value}${unit && html` <small>${unit}</small>`}</span>
+      ${second && html`<span class="second">${second}</span>`}
+    </p>
+    ${part != null && html`<div class="meter" aria-hidden="true"><i style=${{ width: `${100 * part}%` }}></i></div>`}
+    <p class="note">${note}</p>
+  </div>`;
+}

@@ -1,0 +1,111 @@
+// The page: what it is told by the feed, laid out. State lives here; everything below only draws.
+import { html, render, useCallback, useEffect, useState } from "./vendor/htm-preact.js";
+import { HitRateChart, PrefillChart, TtftChart } from "./charts.js";
+import { follow } from "./feed.js";
+import { Headline } from "./headline.js";
+import { Empty, Notices, Unlock } from "./messages.js";
+import { Pool } from "./pool.js";
+import { Tables } from "./tables.js";
+import { Header } from "./header.js";
+
+const KEY = "headstart.admin-key";
+const WINDOW = "headstart.window";
+const WINDOWS = {
+  "15m": { label: "15 min", said: "last 15 minutes" },
+  "1h": { label: "1 hour", said: "last hour" },
+  "24h": { label: "24 hours", said: "last 24 hours" },
+  all: { label: "All", said: "everything counted" },
+};
+
+function App() {
+  const [span, setSpan] = useState(() => (localStorage.getItem(WINDOW) in WINDOWS ? localStorage.getItem(WINDOW) : "15m"));
+  const [key, setKey] = useState(() => sessionStorage.getItem(KEY));
+  const [update, setUpdate] = useState(null);
+  const [lost, setLost] = useState(null); // { reason, since } while there is no connection
+  const [locked, setLocked] = useState(null); // the gateway's message when it wants a key
+  const [theme, setTheme] = useState(() => document.documentElement.dataset.theme ?? "auto");
+
+  useEffect(() => {
+    setLocked(null);
+    return follow({
+      window: span,
+      key,
+      onUpdate: (next) => {
+        setUpdate(next);
+        setLost(null);
+      },
+      onLost: (reason) => setLost((before) => ({ reason, since: before?.since ?? Date.now() / 1000 })),
+      onLocked: (message) => {
+        sessionStorage.removeItem(KEY);
+        setLocked({ message, tried: key !== null });
+      },
+    });
+  }, [span, key]);
+
+  const chooseSpan = useCallback((next) => {
+    localStorage.setItem(WINDOW, next);
+    setSpan(next);
+  }, []);
+
+  const chooseTheme = useCallback((next) => {
+    if (next === "auto") {
+      localStorage.removeItem("headstart.theme");
+      delete document.documentElement.dataset.theme;
+    } else {
+      localStorage.setItem("headstart.theme", next);
+      document.documentElement.dataset.theme = next;
+    }
+    setTheme(next);
+  }, []);
+
+  const unlock = useCallback((entered) => {
+    sessionStorage.setItem(KEY, entered);
+    setKey(entered);
+  }, []);
+
+  const shown = update && !locked;
+  return html`
+    <${Header} snapshot=${shown && update.snapshot} lost=${lost} locked=${locked !== null}
+      span=${span} windows=${WINDOWS} onSpan=${chooseSpan} theme=${theme} onTheme=${chooseTheme} />
+    <main class=${lost ? "stale" : ""}>
+      ${locked && html`<${Unlock} ...${locked} onKey=${unlock} />`}
+      ${!locked && html`<${Notices} update=${update} lost=${lost} />`}
+      ${shown && html`<${Figures} update=${update} theme=${theme} keyed=${key !== null} />`}
+      ${!shown && !locked && !lost && html`<p class="waiting">Connecting to the gateway…</p>`}
+    </main>
+    ${shown && html`<${Footer} snapshot=${update.snapshot} />`}
+  `;
+}
+
+function Figures({ update, theme, keyed }) {
+  const { snapshot, series, ever } = update;
+  const said = WINDOWS[update.window].said;
+  const pool = html`<${Pool} replicas=${snapshot.replicas} said=${said} />`;
+  if (ever === 0) return html`<${Empty} snapshot=${snapshot} keyed=${keyed} />${pool}`;
+  return html`
+    <${Headline} totals=${snapshot.totals} said=${said} />
+    <section class="charts" aria-label=${`Charts, ${update.window === "all" ? "last 24 hours" : said}`}>
+      <${HitRateChart} series=${series} theme=${theme} />
+      <${PrefillChart} series=${series} theme=${theme} />
+      <${TtftChart} series=${series} theme=${theme} />
+    </section>
+    ${pool}
+    <${Tables} snapshot=${snapshot} said=${said} />
+  `;
+}
+
+function Footer({ snapshot }) {
+  const { redis, gateways, version } = snapshot;
+  const sharing = {
+    ok: `Statistics are shared through ${redis.where}`,
+    starting: `Connecting to ${redis.where}`,
+    down: `${redis.where} is down; it is tried again`,
+    off: "Statistics stay in this process",
+  }[redis.state];
+  return html`<footer>
+    <span>${sharing}${gateways > 1 ? `, ${gateways} gateways` : ""}.</span>
+    <span>Headstart ${version}</span>
+  </footer>`;
+}
+
+render(html`<${App} />`, document.getElementById("app"));
