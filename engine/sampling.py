@@ -36,7 +36,7 @@ def sample(logits: torch.Tensor, chunks: Sequence[Chunk], eos_token_ids: Sequenc
     """
     logits = logits.float()
     for row, chunk in enumerate(chunks):
-        if forbidden := _forbidden(chunk, eos_token_ids):
+        if forbidden := [token for token in _forbidden(chunk, eos_token_ids) if 0 <= token < logits.shape[-1]]:
             logits[row, forbidden] = float("-inf")
     best, tokens = logits.max(dim=-1)
     if not bool(best.isfinite().all()):

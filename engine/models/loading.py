@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -108,11 +109,16 @@ def load_model(info: ModelInfo, dtype: torch.dtype) -> PreTrainedModel:
     """
     try:
         with _silent_transformers():
-            model = AutoModelForCausalLM.from_pretrained(
-                info.folder, dtype=dtype, local_files_only=True, use_safetensors=True
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                info.folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
             )
-    except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
+    except (ValueError, KeyError, OSError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"the model in {info.folder} cannot be loaded: {_first_line(error)}") from error
+    if absent := sorted(loading["missing_keys"]):  # transformers would make them up
+        raise ModelError(
+            f"the weights in {info.folder} do not belong to its configuration: "
+            f"{len(absent)} tensors are missing, the first is {absent[0]}"
+        )
     if not model._supports_attention_backend:
         raise UnsupportedModelError(
             f"{info.architecture} does not let its attention be replaced, so its KV cannot be paged."

@@ -1,0 +1,138 @@
+"""Tiny models with random weights, and an engine around a real model without process or socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core import EngineCore
+from engine.wire import EngineInfo, Load, Sampling, Submit, pack_tokens
+
+ROOT = b"r" * 16
+VOCABULARY = 211
+
+
+class NoText:
+    """A detokenizer for models that have no text."""
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        return "", False
+
+    def finish(self) -> str:
+        return ""
+
+
+class ModelEngine:
+    """Runs prompts to their end through scheduler, block manager and model; checks the invariants at each step."""
+
+    def __init__(
+        self, folder: Path, *, num_blocks: int, block_size: int, max_batch_tokens: int, max_running: int, threads: int
+    ) -> None:
+        from engine.runner import ModelRunner
+
+        self.runner = ModelRunner(
+            folder, dtype="float32", num_blocks=num_blocks, block_size=block_size, threads=threads
+        )
+        model = self.runner.info
+        info = EngineInfo(
+            model="test",
+            root=str(folder),
+            fingerprint=self.runner.fingerprint,
+            boot_id="boot",
+            max_model_len=min(model.max_positions, num_blocks * block_size),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=self.runner.dtype,
+            device=self.runner.device,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            policy="lru",
+            max_batch_tokens=max_batch_tokens,
+        )
+        self.core = EngineCore(self.runner, info, detokenizer=lambda _stop: NoText(), max_running=max_running)
+        self._next_id = 0
+
+    @property
+    def load(self) -> Load:
+        return self.core.load()
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        use_cache: bool = True,
+    ) -> tuple[list[list[int]], list[int]]:
+        """Generated tokens, and prompt tokens taken from the cache, of prompts that are submitted at once."""
+        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+        first = self._next_id
+        self._next_id += len(prompts)
+        for id, (prompt, chosen) in enumerate(zip(prompts, each, strict=True), first):
+            self.core.submit(Submit(id, pack_tokens(prompt), ROOT, chosen, use_cache))
+        tokens: list[list[int]] = [[] for _ in prompts]
+        cached = [-1] * len(prompts)
+        while self.core.has_work():
+            report = self.core.step()
+            assert report is not None
+            for output in report.outputs:
+                assert output.error is None, output.error
+                tokens[output.id - first] += output.token_ids
+                if output.cached_tokens is not None:
+                    cached[output.id - first] = output.cached_tokens
+        self.core.call("check", {})
+        assert self.load.used_blocks == 0
+        return tokens, cached
+
+    def forget(self) -> None:
+        """Make the cache cold."""
+        self.core.call("reset_cache", {})
+
+
+@pytest.fixture
+def model_engine() -> Callable[..., ModelEngine]:
+    """Makes engines over a model folder."""
+
+    def make(
+        folder: Path,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_batch_tokens: int = 64,
+        max_running: int = 8,
+        threads: int = 1,
+    ) -> ModelEngine:
+        return ModelEngine(
+            folder,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_batch_tokens=max_batch_tokens,
+            max_running=max_running,
+            threads=threads,
+        )
+
+    return make
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Callable[..., tuple[Any, Path]]:
+    """Makes a model of random weights from a configuration: the transformers model, and the folder it is saved in.
+
+    The weights are large enough for the output to depend on everything before it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+
+    def make(config: Any, name: str = "model") -> tuple[Any, Path]:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        (folder / "tokenizer.json").write_text("{}")
+        return model, folder
+
+    return make
