@@ -15,10 +15,10 @@ from typing import Any, Final
 import msgspec
 
 from cache_policy.policy import POLICY_NAMES
-from gateway.config import Config
+from gateway.config import Config, EngineConfig
 from gateway.errors import ConfigError
 
-__all__ = ["ENVIRONMENT_PREFIX", "check_config", "is_loopback", "load_config"]
+__all__ = ["ENVIRONMENT_PREFIX", "check_config", "is_loopback", "load_config", "served_model_name"]
 
 ENVIRONMENT_PREFIX: Final = "HEADSTART__"
 
@@ -77,6 +77,16 @@ def check_config(config: Config) -> None:
             f"server.host: {config.server.host} can be reached from other machines, but no API keys are configured. "
             "Add [keys] (`headstart hash-key` makes the entries), or listen on 127.0.0.1."
         )
+
+
+def served_model_name(config: EngineConfig) -> str:
+    """The name clients use: as configured, else the model's own, which for a path is that of the folder or file."""
+    if config.served_name is not None:
+        return config.served_name
+    path = Path(config.model).expanduser()
+    if path.exists():
+        return path.resolve().name.removesuffix(".gguf")
+    return config.model
 
 
 def is_loopback(host: str) -> bool:

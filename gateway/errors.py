@@ -9,14 +9,18 @@ __all__ = [
     "AuthenticationError",
     "ConfigError",
     "ContextLengthError",
+    "GenerationError",
     "HeadstartError",
     "InvalidRequestError",
+    "MethodNotAllowedError",
     "ModelNotFoundError",
     "OverloadedError",
+    "PayloadTooLargeError",
     "PermissionDeniedError",
     "ReplicaError",
     "ReplicaLost",
     "ReplicaUnavailable",
+    "RequestTimeoutError",
 ]
 
 
@@ -57,6 +61,14 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
+class PayloadTooLargeError(HeadstartError):
+    """The body is longer than the limit; counted on the bytes received."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "payload_too_large"
+
+
 class AuthenticationError(HeadstartError):
     """No valid API key."""
 
@@ -81,6 +93,18 @@ class ModelNotFoundError(HeadstartError):
     code = "model_not_found"
 
 
+class MethodNotAllowedError(HeadstartError):
+    """The path exists, the method does not. ``allowed`` lists those that do."""
+
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
 class OverloadedError(HeadstartError):
     """The queue is full or the server is draining; the client should come back."""
 
@@ -88,6 +112,20 @@ class OverloadedError(HeadstartError):
     type = "server_error"
     code = "overloaded"
     retry_after = 1
+
+
+class RequestTimeoutError(HeadstartError):
+    """The request took longer than ``limits.request_timeout_s``; it was ended."""
+
+    status = 504
+    code = "timeout"
+
+
+class GenerationError(HeadstartError):
+    """A replica failed while it computed the request, and trying again did not help."""
+
+    status = 500
+    code = "engine_error"
 
 
 class ReplicaError(HeadstartError):

@@ -48,7 +48,7 @@ def require_engine_packages() -> None:
 
 
 def engine_command(config: EngineConfig, folder: Path, served_name: str) -> list[str]:
-    """The command line of one local engine but for its socket. Cores are shared out among the engines."""
+    """The command line of one engine but for its socket. Cores are shared out among ``config.engines``."""
     threads = config.threads or max(1, _usable_cores() // max(1, config.engines))
     options = {
         "model": folder,
@@ -62,7 +62,7 @@ def engine_command(config: EngineConfig, folder: Path, served_name: str) -> list
         "threads": threads,
     }
     # -P: a folder named "engine" where the user happens to stand must not be taken for ours.
-    command = [sys.executable, "-P", "-m", "engine.worker", "--parent-death"]
+    command = [sys.executable, "-P", "-m", "engine.worker"]
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     return command
@@ -126,7 +126,7 @@ class EngineProcess:
 class EngineLauncher:
     """Starts engine processes for one replica, each on a new socket in a directory of its own.
 
-    ``command`` is run with ``--socket PATH`` appended. Owns the directory.
+    ``command`` is run with ``--parent-death`` and ``--socket PATH`` appended. Owns the directory.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -141,7 +141,7 @@ class EngineLauncher:
         self._lives += 1
         socket = Path(self._folder.name) / f"{self._lives}.sock"
         process = await asyncio.create_subprocess_exec(
-            *self._command, "--socket", str(socket),
+            *self._command, "--parent-death", "--socket", str(socket),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             env=_environment(),
             start_new_session=True,  # Ctrl-C in the terminal reaches the gateway alone, which drains first

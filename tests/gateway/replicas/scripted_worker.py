@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from engine.core import EngineCore
 from engine.detokenize import IncrementalDetokenizer
+from engine.parent import die_with_parent
 from engine.scripted import ScriptedRunner
 from engine.server import EngineServer, bind_unix_socket
 from engine.wire import EngineInfo
@@ -20,8 +21,11 @@ from engine.wire import EngineInfo
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--parent-death", action="store_true")
     parser.add_argument("--fail", action="store_true")
     options = parser.parse_args()
+    if options.parent_death:
+        die_with_parent()
     if options.fail:
         sys.exit("worker: there is no such model")
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(256)}, unk_token="w0"))

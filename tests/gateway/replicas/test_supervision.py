@@ -119,8 +119,8 @@ def test_a_peer_that_breaks_the_protocol_is_left(tmp_path: Path) -> None:
 def test_the_command_shares_the_cores_among_the_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(supervisor, "_usable_cores", lambda: 8)
     command = engine_command(EngineConfig(engines=2, kv_blocks=100), tmp_path, "m")
-    options = dict(zip(command[5::2], command[6::2], strict=True))
-    assert command[:5] == [sys.executable, "-P", "-m", "engine.worker", "--parent-death"]
+    options = dict(zip(command[4::2], command[5::2], strict=True))
+    assert command[:4] == [sys.executable, "-P", "-m", "engine.worker"]
     assert (options["--threads"], options["--kv-blocks"], options["--model"]) == ("4", "100", str(tmp_path))
 
 

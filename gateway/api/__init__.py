@@ -1,0 +1,1 @@
+"""The HTTP edge: bodies in, OpenAI-shaped answers and errors out."""

@@ -1,0 +1,39 @@
+"""Who may call a route: guards for the routes that belong to tenants and to the operator.
+
+A guard looks at the route that was chosen and at the connection, never at a URL put together from headers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler
+
+from gateway.identity import Peer
+from gateway.service import Gateway
+
+__all__ = ["for_operator", "for_tenants"]
+
+_Connection = ASGIConnection[Any, Any, Any, Any]
+
+
+def for_tenants(connection: _Connection, _: BaseRouteHandler) -> None:
+    """Raises ``AuthenticationError`` unless the caller has an API key, or none are configured."""
+    _gateway(connection).authenticator.tenant(_peer(connection))
+
+
+def for_operator(connection: _Connection, _: BaseRouteHandler) -> None:
+    """Raises ``AuthenticationError`` or ``PermissionDeniedError`` unless the caller is the operator."""
+    _gateway(connection).authenticator.operator(_peer(connection))
+
+
+def _gateway(connection: _Connection) -> Gateway:
+    gateway = connection.app.state.gateway
+    assert isinstance(gateway, Gateway)
+    return gateway
+
+
+def _peer(connection: _Connection) -> Peer:
+    client = connection.scope["client"]
+    return Peer(client[0] if client else None, connection.scope["headers"])

@@ -1,0 +1,64 @@
+"""For whoever watches over the process: alive, ready, which version. Open to all, and silent about traffic."""
+
+from __future__ import annotations
+
+import msgspec
+from litestar import Response, get
+
+import gateway as package
+from gateway.replicas.base import ReplicaState
+from gateway.service import Gateway
+
+__all__ = ["health", "ready", "version"]
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The process answers."""
+
+    status: str = "ok"
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """Whether requests can be served. ``degraded`` says in words what does not work as it should."""
+
+    ready: bool
+    replicas: dict[str, str]
+    degraded: list[str]
+
+
+class Version(msgspec.Struct, frozen=True):
+    """The running version."""
+
+    version: str
+
+
+@get("/health", sync_to_thread=False)
+def health() -> Health:
+    """200 as long as the event loop turns."""
+    return Health()
+
+
+@get("/ready", sync_to_thread=False)
+def ready(gateway: Gateway) -> Response[Readiness]:
+    """200 while at least one replica serves and the gateway is not shutting down, else 503."""
+    is_ready = gateway.ready_replicas > 0 and not gateway.draining
+    states = {id: str(replica.state) for id, replica in gateway.replicas.items()}
+    return Response(Readiness(is_ready, states, _degraded(gateway)), status_code=200 if is_ready else 503)
+
+
+@get("/version", sync_to_thread=False)
+def version() -> Version:
+    """The version of this package."""
+    return Version(package.__version__)
+
+
+def _degraded(gateway: Gateway) -> list[str]:
+    problems = ["shutting down"] if gateway.draining else []
+    for id, replica in gateway.replicas.items():
+        if replica.state is not ReplicaState.READY:
+            reason = f": {replica.down_reason}" if replica.down_reason else ""
+            problems.append(f"{id} is {replica.state}{reason}")
+    store = gateway.statistics.store_status
+    if store.state not in ("ok", "starting"):
+        problems.append(f"statistics are not shared: {store.where} is {store.state}")
+    return problems

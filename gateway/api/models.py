@@ -1,0 +1,135 @@
+"""What is served: ``/v1/models``, ``/tokenize`` and ``/detokenize``, the last two in vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import msgspec
+from litestar import Request, get, post
+
+from gateway.api.decoding import decode_body
+from gateway.errors import InvalidRequestError, ModelNotFoundError, PayloadTooLargeError
+from gateway.schema import ChatMessage, ChatRequest, HeadstartOptions
+from gateway.service import Gateway
+
+__all__ = ["detokenize", "list_models", "show_model", "tokenize"]
+
+_MAX_CHAT_BYTES: Final = 1024 * 1024  # tokenized in one go on the event loop: a quarter of a second at most
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """One served model. ``max_model_len`` is the enforced limit of prompt plus output, null until an engine is up."""
+
+    id: str
+    created: int
+    root: str
+    max_model_len: int | None
+    object: str = "model"
+    owned_by: str = "headstart"
+    parent: None = None
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """All served models."""
+
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    """A text, or a chat, which is laid out as for generation with its documents in the caller's order."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    headstart: HeadstartOptions | None = None
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    """The ids and how many there are."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True):
+    """Token ids."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    """Their text."""
+
+    prompt: str
+
+
+_tokenize_decoder: Final = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeRequest)
+
+
+@get("/v1/models", sync_to_thread=False)
+def list_models(gateway: Gateway) -> ModelList:
+    """The served model."""
+    return ModelList([_card(gateway)])
+
+
+@get("/v1/models/{model:path}", sync_to_thread=False)
+def show_model(gateway: Gateway, model: str) -> ModelCard:
+    """One model by its name, which may hold slashes."""
+    _check_model(gateway, model.removeprefix("/"))
+    return _card(gateway)
+
+
+@post("/tokenize", status_code=200)
+async def tokenize(gateway: Gateway, request: Request[Any, Any, Any]) -> TokenizeResponse:
+    """Token ids of a text or a chat."""
+    data = await request.body()
+    body = decode_body(_tokenize_decoder, data)
+    _check_model(gateway, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("Give either prompt or messages.", param="prompt")
+    if body.prompt is not None:
+        # The tokenizer is immutable and lets go of the interpreter while it works.
+        tokens = await asyncio.to_thread(gateway.renderer.encode, body.prompt, body.add_special_tokens)
+    else:
+        if len(data) > _MAX_CHAT_BYTES:
+            raise PayloadTooLargeError(f"A chat of more than {_MAX_CHAT_BYTES} bytes is not tokenized here.")
+        tokens = gateway.path.tokenize_chat(
+            ChatRequest(
+                model=gateway.model,
+                messages=body.messages or [],
+                documents=body.documents,
+                tools=body.tools,
+                headstart=body.headstart,
+            )
+        )
+    return TokenizeResponse(len(tokens), _max_model_len(gateway), tokens)
+
+
+@post("/detokenize", status_code=200)
+async def detokenize(gateway: Gateway, request: Request[Any, Any, Any]) -> DetokenizeResponse:
+    """Text of token ids."""
+    body = decode_body(_detokenize_decoder, await request.body())
+    _check_model(gateway, body.model)
+    return DetokenizeResponse(gateway.renderer.decode(body.tokens))
+
+
+def _card(gateway: Gateway) -> ModelCard:
+    return ModelCard(gateway.model, int(gateway.started_at), str(gateway.folder), _max_model_len(gateway))
+
+
+def _max_model_len(gateway: Gateway) -> int | None:
+    return None if gateway.info is None else gateway.info.max_model_len
+
+
+def _check_model(gateway: Gateway, model: str | None) -> None:
+    if model is not None and model != gateway.model:
+        raise ModelNotFoundError(f"The model {model[:128]!r} is not served here; use {gateway.model!r}.", param="model")

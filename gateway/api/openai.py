@@ -1,0 +1,169 @@
+"""``/v1/chat/completions`` and ``/v1/completions``: the hot path, on ASGI itself."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+import msgspec
+from litestar import asgi
+from litestar.handlers import ASGIRouteHandler
+from litestar.types import Receive, Scope, Send
+
+from gateway.api.answers import AnswerFormat, ChatFormat, CompletionFormat, Usage
+from gateway.api.decoding import decode_body
+from gateway.api.errors import report_unexpected
+from gateway.api.exchange import ClientGone, Exchange
+from gateway.api.validation import (
+    chat_max_tokens,
+    check_chat,
+    check_completion,
+    completion_max_tokens,
+    sampling_for,
+)
+from gateway.errors import HeadstartError, MethodNotAllowedError, OverloadedError
+from gateway.generation import Generation
+from gateway.plan import Caller, Plan
+from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
+from gateway.service import Gateway
+
+__all__ = ["generation_routes"]
+
+_Body = TypeVar("_Body", bound=SamplingFields)
+
+_chat_decoder: Final = msgspec.json.Decoder(ChatRequest)
+_completion_decoder: Final = msgspec.json.Decoder(CompletionRequest)
+_UNPRINTABLE: Final = re.compile(r"[^\x20-\x7e]")
+
+
+def generation_routes(gateway: Gateway) -> list[ASGIRouteHandler]:
+    """The two routes. They authenticate by themselves."""
+
+    @asgi("/v1/chat/completions", copy_scope=False)
+    async def chat_completions(scope: Scope, receive: Receive, send: Send) -> None:
+        await _serve(gateway, Exchange(scope, receive, send), _chat)
+
+    @asgi("/v1/completions", copy_scope=False)
+    async def completions(scope: Scope, receive: Receive, send: Send) -> None:
+        await _serve(gateway, Exchange(scope, receive, send), _completion)
+
+    return [chat_completions, completions]
+
+
+class _Job(msgspec.Struct, frozen=True):
+    """A checked request: how to plan it, what to ask of the engine, how to write the answer."""
+
+    body: SamplingFields
+    max_tokens: int | None
+    planner: Callable[[], Plan]
+    format: Any  # an AnswerFormat; msgspec takes no abstract classes
+
+
+def _chat(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
+    body = decode_body(_chat_decoder, data)
+    check_chat(body, tools_supported=gateway.renderer.supports_tools)
+    return _Job(
+        body,
+        chat_max_tokens(body),
+        lambda: gateway.path.plan_chat(body, caller),
+        ChatFormat(body.model, with_usage=_wants_usage(body)),
+    )
+
+
+def _completion(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
+    body = decode_body(_completion_decoder, data)
+    check_completion(body)
+    return _Job(
+        body,
+        completion_max_tokens(body),
+        lambda: gateway.path.plan_completion(body, caller),
+        CompletionFormat(body.model, with_usage=_wants_usage(body)),
+    )
+
+
+async def _serve(gateway: Gateway, exchange: Exchange, read: Callable[[Gateway, bytes, Caller], _Job]) -> None:
+    """Answer one request. Errors before the first byte are left to the exception handlers."""
+    if exchange.method != "POST":
+        raise MethodNotAllowedError("Use POST.", allowed="POST")
+    arrived = time.monotonic()
+    caller = gateway.authenticator.tenant(exchange.peer)
+    gateway.check_open()
+    with suppress(ClientGone):
+        data = await exchange.body(gateway.config.limits.max_body_bytes)
+        job = read(gateway, data, caller)
+        async with exchange.watch():
+            await _generate(gateway, exchange, job, arrived)
+
+
+async def _generate(gateway: Gateway, exchange: Exchange, job: _Job, arrived: float) -> None:
+    body = job.body
+    try:
+        async with gateway.dispatcher.generate(
+            job.planner,
+            lambda plan, info: sampling_for(body, job.max_tokens, len(plan.token_ids), info),
+            arrived=arrived,
+        ) as generation:
+            if body.stream:
+                await _stream(exchange, generation, job.format)
+            else:
+                await _answer(exchange, generation, job.format)
+    except HeadstartError as error:
+        if not exchange.started:
+            raise
+        await exchange.break_off(job.format.error_event(error))
+    except asyncio.CancelledError:
+        # Either the client has gone, and nothing can be sent, or the server ends before the answer did.
+        if exchange.started:
+            stopped = OverloadedError("The server was stopped before the answer was complete.")
+            await exchange.break_off(job.format.error_event(stopped))
+        raise
+    except Exception as error:
+        if not exchange.started:
+            raise
+        await exchange.break_off(job.format.error_event(report_unexpected(error, exchange.id)))
+
+
+async def _answer(exchange: Exchange, generation: Generation, format: AnswerFormat) -> None:
+    pieces = [output.text async for output in generation]
+    body = format.whole("".join(pieces), generation.finish_reason or "stop", _usage(generation))
+    await exchange.answer(_headers(generation), body)
+
+
+async def _stream(exchange: Exchange, generation: Generation, format: AnswerFormat) -> None:
+    await exchange.start_events(_headers(generation))
+    events = format.opening_event()
+    async for output in generation:
+        if output.text:
+            events += format.text_event(output.text)
+        if output.finish_reason is not None:
+            await exchange.end_events(events + format.closing_events(output.finish_reason, _usage(generation)))
+        elif events:
+            await exchange.send_events(events)
+            events = b""
+
+
+def _wants_usage(body: SamplingFields) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _usage(generation: Generation) -> Usage:
+    return Usage.of(
+        prompt=generation.prompt_tokens, cached=generation.cached_tokens, completion=generation.completion_tokens
+    )
+
+
+def _headers(generation: Generation) -> list[tuple[bytes, bytes]]:
+    plan = generation.plan
+    headers = [
+        (b"x-headstart-replica", plan.replica_id.encode()),
+        (b"x-headstart-cached-tokens", b"%d" % generation.cached_tokens),
+        (b"x-headstart-prompt-tokens", b"%d" % generation.prompt_tokens),
+        (b"x-headstart-order", plan.order.encode()),
+    ]
+    if plan.note is not None:
+        headers.append((b"x-headstart-note", _UNPRINTABLE.sub("?", plan.note).encode()))
+    return headers

@@ -1,0 +1,107 @@
+"""What the operator does to a running gateway: look at the replicas, empty the cache."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import msgspec
+from litestar import Response, get, post
+
+from gateway.errors import HeadstartError, ReplicaUnavailable
+from gateway.replicas.base import Replica, ReplicaState
+from gateway.service import Gateway
+
+__all__ = ["list_replicas", "reset_cache"]
+
+
+class ReplicaInfo(msgspec.Struct, frozen=True):
+    """What an engine says of itself, without its warm-up profile."""
+
+    model: str
+    root: str
+    fingerprint: str
+    boot_id: str
+    dtype: str
+    device: str
+    policy: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_batch_tokens: int
+
+
+class ReplicaRow(msgspec.Struct, frozen=True):
+    """One replica. ``load`` is the state after its last step, with the fields of ``engine.wire.Load``."""
+
+    id: str
+    state: ReplicaState
+    down_reason: str | None
+    info: ReplicaInfo | None
+    load: dict[str, int] | None
+
+
+class ReplicaList(msgspec.Struct, frozen=True):
+    """All replicas."""
+
+    replicas: list[ReplicaRow]
+
+
+class ResetResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Blocks that one replica dropped, and those it keeps until the requests that use them have ended."""
+
+    dropped: int = 0
+    kept: int = 0
+    error: str | None = None
+
+
+class ResetReport(msgspec.Struct, frozen=True):
+    """``done``: nothing is cached. ``deferred``: blocks in use follow later. ``incomplete``: not all replicas answered.
+
+    Replicas that do not serve have no cache and are left out.
+    """
+
+    status: Literal["done", "deferred", "incomplete"]
+    replicas: dict[str, ResetResult]
+
+
+@get("/admin/replicas", sync_to_thread=False)
+def list_replicas(gateway: Gateway) -> ReplicaList:
+    """Every replica with its state, what it serves and its load."""
+    return ReplicaList([_row(replica) for replica in gateway.replicas.values()])
+
+
+@post("/admin/cache/reset")
+async def reset_cache(gateway: Gateway) -> Response[ResetReport]:
+    """Empty the prefix cache of every replica that serves: 200 done, 202 deferred, 502 incomplete."""
+    ready = [replica for replica in gateway.replicas.values() if replica.state is ReplicaState.READY]
+    if not ready:
+        raise ReplicaUnavailable("No replica is ready; there is no cache to reset.")
+    results = dict(
+        zip(
+            [replica.id for replica in ready],
+            await asyncio.gather(*[_reset(replica) for replica in ready]),
+            strict=True,
+        )
+    )
+    if any(result.error is not None for result in results.values()):
+        return Response(ResetReport("incomplete", results), status_code=502)
+    if any(result.kept for result in results.values()):
+        return Response(ResetReport("deferred", results), status_code=202)
+    return Response(ResetReport("done", results), status_code=200)
+
+
+async def _reset(replica: Replica) -> ResetResult:
+    try:
+        return msgspec.convert(await replica.call("reset_cache"), ResetResult)
+    except HeadstartError as error:
+        return ResetResult(error=error.message)
+
+
+def _row(replica: Replica) -> ReplicaRow:
+    info = None
+    if replica.info is not None:
+        fields: dict[str, Any] = {name: getattr(replica.info, name) for name in ReplicaInfo.__struct_fields__}
+        info = ReplicaInfo(**fields)
+    load = None if replica.load is None else msgspec.structs.asdict(replica.load)
+    return ReplicaRow(replica.id, replica.state, replica.down_reason, info, load)

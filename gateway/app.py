@@ -1,0 +1,74 @@
+"""The web application: every route, who may call it, and how errors look."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from litestar import Litestar, Router
+from litestar.datastructures import State
+from litestar.di import Provide
+
+from gateway.api.access import for_operator, for_tenants
+from gateway.api.errors import EXCEPTION_HANDLERS
+from gateway.api.exchange import name_response
+from gateway.api.health import health, ready, version
+from gateway.api.models import detokenize, list_models, show_model, tokenize
+from gateway.api.openai import generation_routes
+from gateway.api.operations import list_replicas, reset_cache
+from gateway.api.statistics import admin_stats, prometheus
+from gateway.dashboard import routes as dashboard
+from gateway.dashboard.feed import Feed
+from gateway.service import Gateway
+from gateway.stats.statistics import Statistics
+
+__all__ = ["create_app"]
+
+
+def create_app(gateway: Gateway) -> Litestar:
+    """The ASGI application of ``gateway``, which it starts and stops with its own life."""
+    feed = Feed(gateway.statistics)
+    gateway.when_draining(feed.close)
+
+    @asynccontextmanager
+    async def live(_app: Litestar) -> AsyncIterator[None]:
+        try:
+            await gateway.start()
+            yield
+        finally:
+            await gateway.stop()
+
+    def provide_gateway() -> Gateway:
+        return gateway
+
+    def provide_statistics() -> Statistics:
+        return gateway.statistics
+
+    def provide_feed() -> Feed:
+        return feed
+
+    tenants = Router("/", route_handlers=[list_models, show_model, tokenize, detokenize], guards=[for_tenants])
+    operator = Router(
+        "/",
+        route_handlers=[admin_stats, prometheus, list_replicas, reset_cache, dashboard.events],
+        guards=[for_operator],
+    )
+    public = (health, ready, version, dashboard.page, dashboard.asset)
+    return Litestar(
+        # The generation routes authenticate, and name their answers, by themselves.
+        route_handlers=[
+            *generation_routes(gateway),
+            Router("/", route_handlers=[tenants, operator, *public], middleware=[name_response]),
+        ],
+        dependencies={
+            "gateway": Provide(provide_gateway, sync_to_thread=False),
+            "statistics": Provide(provide_statistics, sync_to_thread=False),
+            "feed": Provide(provide_feed, sync_to_thread=False),
+        },
+        state=State({"gateway": gateway}),
+        exception_handlers=EXCEPTION_HANDLERS,
+        lifespan=[live],
+        request_max_body_size=gateway.config.limits.max_body_bytes,
+        openapi_config=None,
+        logging_config=None,
+    )

@@ -1,0 +1,247 @@
+"""One request on its way through a replica: sent, tried again where that is safe, watched, and accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Final
+
+import structlog
+
+from engine.wire import EngineInfo, Output, Sampling
+from gateway.errors import (
+    ContextLengthError,
+    GenerationError,
+    HeadstartError,
+    InvalidRequestError,
+    OverloadedError,
+    ReplicaLost,
+    ReplicaUnavailable,
+    RequestTimeoutError,
+)
+from gateway.plan import Plan
+from gateway.replicas.base import GenerationRequest, Replica, ReplicaState
+from gateway.routing.router import Router
+from gateway.stats.record import RequestRecord
+from gateway.stats.statistics import Statistics
+
+__all__ = ["Dispatcher", "Generation", "Planner", "SamplingChoice"]
+
+Planner = Callable[[], Plan]
+"""Walks the request path. Called once more when the first replica was lost before it produced anything."""
+
+SamplingChoice = Callable[[Plan, EngineInfo], Sampling]
+"""Fits the caller's wishes to the replica that was chosen."""
+
+_RECOVERY_WAIT_S: Final = 30.0
+"""How long a request whose replica died before its first token waits for one to come (back) up."""
+
+_POLL_S: Final = 0.05
+
+_log = structlog.get_logger("headstart.request")
+
+
+class Generation:
+    """A running request whose first output is there. Owned by the task that handles it.
+
+    Iterate to get the outputs; the counts are complete afterwards. ``cached_tokens`` is known from the start.
+    """
+
+    def __init__(self, plan: Plan, first: Output, outputs: AsyncGenerator[Output, None], first_at: float) -> None:
+        self.plan: Final = plan
+        self.cached_tokens = first.cached_tokens or 0
+        self.completion_tokens = 0
+        self.finish_reason: str | None = None
+        self.prefill_s = first.prefill_s or 0.0
+        self.first_at: Final = first_at
+        self._first: Output | None = first
+        self._outputs: Final = outputs
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.plan.token_ids)
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Output:
+        """The next output; the last one has the finish reason.
+
+        Raises:
+            ReplicaLost: The replica died.
+            HeadstartError: It could not finish the request.
+        """
+        if self.finish_reason is not None:
+            raise StopAsyncIteration
+        if self._first is not None:
+            output, self._first = self._first, None
+        else:
+            output = await anext(self._outputs)
+        self._count(output)
+        return output
+
+    def _count(self, output: Output) -> None:
+        if output.error is not None:
+            raise _engine_error(output.error)
+        self.completion_tokens += len(output.token_ids)
+        self.finish_reason = output.finish_reason
+
+
+class Dispatcher:
+    """Sends planned requests to replicas and records what became of them.
+
+    Owns the count of requests in hand; belongs to the event loop.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[str, Replica],
+        router: Router,
+        statistics: Statistics,
+        *,
+        max_queue: int,
+        timeout_s: float,
+    ) -> None:
+        self._replicas: Final = replicas
+        self._router: Final = router
+        self._statistics: Final = statistics
+        self._max_queue: Final = max_queue
+        self._timeout_s: Final = timeout_s
+        self.active = 0
+        """Requests that wait or run."""
+
+    @asynccontextmanager
+    async def generate(
+        self, planner: Planner, sampling: SamplingChoice, *, arrived: float
+    ) -> AsyncIterator[Generation]:
+        """Run one request for the length of the block; leaving it early aborts the request at its replica.
+
+        ``arrived`` is when the caller began to send it (``time.monotonic``).
+
+        Raises:
+            OverloadedError: Too many requests are waiting or running.
+            HeadstartError: What the planner raises, or why no replica could answer.
+        """
+        if self.active >= self._max_queue:
+            raise OverloadedError(f"{self.active} requests are waiting or running, which is the limit; try again.")
+        self.active += 1
+        account = _Account(self._statistics, arrived)
+        try:
+            async with asyncio.timeout(self._timeout_s), AsyncExitStack() as stack:
+                account.generation = await self._open(planner, sampling, stack, account)
+                yield account.generation
+            account.close("ok")
+        except TimeoutError:
+            account.close("failed")
+            raise RequestTimeoutError(f"The request was ended after {self._timeout_s:.0f} s.") from None
+        except HeadstartError as error:
+            # What the caller got wrong was never a request to a replica, and is no failure of one.
+            if error.status >= 500:
+                account.close("failed")
+            raise
+        except asyncio.CancelledError:
+            account.close("aborted")
+            raise
+        except BaseException:
+            account.close("failed")
+            raise
+        finally:
+            self.active -= 1
+
+    async def _open(
+        self, planner: Planner, sampling: SamplingChoice, stack: AsyncExitStack, account: _Account
+    ) -> Generation:
+        """Wait for the first output. One more try, on whatever replica is best then, when none has come."""
+        try:
+            return await self._attempt(planner, sampling, stack, account)
+        except (ReplicaLost, GenerationError) as error:
+            _log.warning("request is tried again", replica=account.replica_id, reason=error.message)
+        await self._wait_for_a_replica()
+        return await self._attempt(planner, sampling, stack, account)
+
+    async def _attempt(
+        self, planner: Planner, sampling: SamplingChoice, stack: AsyncExitStack, account: _Account
+    ) -> Generation:
+        plan = planner()
+        replica = self._replicas[plan.replica_id]
+        assert replica.info is not None, "the router chooses among replicas that are ready"
+        request = GenerationRequest(plan.token_ids, plan.root, sampling(plan, replica.info), plan.use_cache)
+        account.plan = plan
+        async with AsyncExitStack() as attempt:
+            flight = attempt.enter_context(self._router.dispatch(plan))
+            outputs = await attempt.enter_async_context(aclosing(replica.generate(request)))
+            first = await anext(outputs)
+            if first.error is not None and not first.token_ids:
+                raise _engine_error(first.error)
+            flight.prefilled()
+            await stack.enter_async_context(attempt.pop_all())
+        return Generation(plan, first, outputs, time.monotonic())
+
+    async def _wait_for_a_replica(self) -> None:
+        """Wait until some replica is ready; gives up early when none is on its way."""
+        deadline = time.monotonic() + _RECOVERY_WAIT_S
+        while all(replica.state is not ReplicaState.READY for replica in self._replicas.values()):
+            stopped = all(replica.state is ReplicaState.STOPPED for replica in self._replicas.values())
+            if stopped or time.monotonic() > deadline:
+                raise ReplicaUnavailable("The engine was lost and has not come back yet; try again.")
+            await asyncio.sleep(_POLL_S)
+
+
+class _Account:
+    """Turns one request into one record, once."""
+
+    def __init__(self, statistics: Statistics, arrived: float) -> None:
+        self._statistics = statistics
+        self._arrived = arrived
+        self.plan: Plan | None = None
+        self.generation: Generation | None = None
+
+    @property
+    def replica_id(self) -> str:
+        return self.plan.replica_id if self.plan is not None else "none"
+
+    def close(self, status: str) -> None:
+        """Record the request; one that was never planned leaves no record."""
+        plan, generation = self.plan, self.generation
+        if plan is None:
+            return
+        prompt = cached = completion = 0
+        ttft_s, prefill_s, saved_s = None, 0.0, 0.0
+        if generation is not None:
+            prompt, cached, completion = (
+                generation.prompt_tokens,
+                generation.cached_tokens,
+                generation.completion_tokens,
+            )
+            ttft_s, prefill_s = generation.first_at - self._arrived, generation.prefill_s
+            saved_s = self._statistics.prefill_cost(plan.replica_id).saved(prompt, cached)
+        self._statistics.record(
+            RequestRecord(
+                finished_at=time.time(),
+                tenant=plan.tenant,
+                template=plan.template,
+                replica=plan.replica_id,
+                status=status,
+                prompt_tokens=prompt,
+                cached_tokens=cached,
+                completion_tokens=completion,
+                ttft_s=ttft_s,
+                e2e_s=time.monotonic() - self._arrived,
+                prefill_s=prefill_s,
+                saved_prefill_s=saved_s,
+            )
+        )
+
+
+def _engine_error(error: tuple[str, str]) -> HeadstartError:
+    """An engine's (code, message) as the error a client sees."""
+    code, message = error
+    sentence = f"{message[:1].upper()}{message[1:]}."
+    if code == ContextLengthError.code:
+        return ContextLengthError(sentence)
+    if code in ("invalid_token", "invalid_request"):
+        return InvalidRequestError(sentence, code=code)
+    return GenerationError(sentence, code=code)

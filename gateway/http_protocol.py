@@ -1,0 +1,120 @@
+"""uvicorn's HTTP protocol with the limits it lacks: on the head of a request, in bytes, lines and seconds."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.api.errors import encode_error
+from gateway.errors import InvalidRequestError
+
+__all__ = ["MAX_HEADERS", "MAX_HEAD_BYTES", "LimitedHttpProtocol"]
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+"""Request line and headers together."""
+
+MAX_HEADERS: Final = 256
+
+HEAD_TIMEOUT_S: Final = 20.0
+"""From a connection's first byte of a request to the end of its headers, however slowly they drip."""
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """Closes connections whose request heads are too long, too many-lined, or too slow.
+
+    The time for a body is limited where bodies are read; between requests uvicorn's keep-alive time-out rules.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0
+        self._in_head = True
+        self._refused = False
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected; the clock for its first request starts."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Count before parsing: the parser keeps every header it has seen."""
+        if self._refused:
+            return
+        if self._in_head:
+            if self._head_timer is None:
+                self._expect_head()
+            # Body bytes that come along in the same read are counted too; a read is 256 KiB at most.
+            self._head_bytes += min(len(data), _head_length(data))
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
+                return
+        super().data_received(data)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One more header."""
+        if len(self.headers) >= MAX_HEADERS:
+            self._refuse(431, f"The request has more than {MAX_HEADERS} headers.")
+            return
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is complete and within the limits."""
+        self._stop_timer()
+        self._in_head = False
+        if not self._refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Part of the body."""
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is complete; the next one may follow."""
+        self._in_head = True
+        self._head_bytes = 0
+        if not self._refused:
+            super().on_message_complete()
+
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        if not self._head_bytes:  # opened ahead of need and never used
+            self.transport.close()
+            return
+        self._refuse(408, f"The request's head did not arrive within {HEAD_TIMEOUT_S:.0f} s.")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer unless another answer is being written, and close."""
+        if self._refused:
+            return
+        self._refused = True
+        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+            body = encode_error(InvalidRequestError(message))
+            head = (
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def _head_length(data: bytes) -> int:
+    """How much of a read belongs to a request's head, as far as can be told before parsing."""
+    end = data.find(b"\r\n\r\n")
+    return len(data) if end < 0 else end + 4

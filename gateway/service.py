@@ -1,0 +1,141 @@
+"""The gateway as one object: replicas, request path, dispatch and statistics, composed and with one life."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from engine.wire import EngineInfo
+from gateway.config import Config
+from gateway.configuration import check_config, served_model_name
+from gateway.errors import OverloadedError
+from gateway.generation import Dispatcher
+from gateway.identity import Authenticator
+from gateway.prompt import PromptRenderer
+from gateway.replicas.base import Replica, ReplicaState
+from gateway.replicas.engine import EngineReplica
+from gateway.replicas.supervisor import EngineLauncher, engine_command, require_engine_packages
+from gateway.request_path import RequestPath
+from gateway.routing.router import Router
+from gateway.stats.statistics import Statistics
+
+__all__ = ["Gateway", "local_gateway"]
+
+_log = structlog.get_logger("headstart.gateway")
+
+
+class Gateway:
+    """Everything that serves requests, short of HTTP. ``start`` and ``stop`` it on the event loop it works on.
+
+    ``model`` is the name clients use, ``folder`` the Hugging Face folder with tokenizer and chat template.
+    Owns its replicas and statistics.
+    """
+
+    def __init__(self, config: Config, *, model: str, folder: Path, replicas: Sequence[Replica]) -> None:
+        """Compose; nothing is started.
+
+        Raises:
+            ConfigError: The configuration or the model folder cannot be used.
+        """
+        check_config(config)
+        self.config: Final = config
+        self.model: Final = model
+        self.folder: Final = folder
+        self.replicas: Final = {replica.id: replica for replica in replicas}
+        self.started_at: Final = time.time()
+        self.draining = False
+        self.authenticator: Final = Authenticator(config)
+        self.renderer: Final = PromptRenderer(folder)
+        self.statistics: Final = Statistics(config.redis, replicas)
+        self.router: Final = Router(self.statistics.prefill_cost)
+        self.path: Final = RequestPath(
+            model=model,
+            secret=_secret(config),
+            canonical=config.canonical,
+            templates=config.templates,
+            renderer=self.renderer,
+            router=self.router,
+        )
+        self.dispatcher: Final = Dispatcher(
+            self.replicas,
+            self.router,
+            self.statistics,
+            max_queue=config.limits.max_queue,
+            timeout_s=config.limits.request_timeout_s,
+        )
+        self._when_draining: list[Callable[[], None]] = []
+        for replica in replicas:
+            replica.observe(self.statistics)  # before the router, whose choices read its cost curves
+            replica.observe(self.router)
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the replicas serve; None until one has been ready."""
+        return next((replica.info for replica in self.replicas.values() if replica.info is not None), None)
+
+    @property
+    def ready_replicas(self) -> int:
+        """How many replicas serve now."""
+        return sum(replica.state is ReplicaState.READY for replica in self.replicas.values())
+
+    async def start(self) -> None:
+        """Start statistics and replicas; returns without waiting for the replicas."""
+        await self.statistics.start()
+        for replica in self.replicas.values():
+            await replica.start()
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Return when every replica serves. Raises ``ReplicaUnavailable`` as soon as one cannot."""
+        await asyncio.gather(*[replica.wait_ready(timeout) for replica in self.replicas.values()])
+
+    def when_draining(self, callback: Callable[[], None]) -> None:
+        """Call back when ``drain`` begins, to end what would go on for ever."""
+        self._when_draining.append(callback)
+
+    def drain(self) -> None:
+        """Take no new requests; those in hand go on. Safe to repeat."""
+        if not self.draining:
+            self.draining = True
+            for callback in self._when_draining:
+                callback()
+
+    def check_open(self) -> None:
+        """Raises ``OverloadedError`` while the gateway is draining."""
+        if self.draining:
+            raise OverloadedError("The server is shutting down; try another one, or this one again later.")
+
+    async def stop(self, grace: float = 0.0) -> None:
+        """Drain, give requests in hand ``grace`` seconds, end everything. Safe to call when ``start`` has failed."""
+        self.drain()
+        await asyncio.gather(*[replica.stop(grace) for replica in self.replicas.values()])
+        await self.statistics.stop()
+
+
+def local_gateway(config: Config, folder: Path) -> Gateway:
+    """A gateway over engine processes of its own, which serve the model in ``folder``.
+
+    Raises:
+        ConfigError: The configuration or the folder cannot be used, or no engine can run in this Python.
+    """
+    require_engine_packages()
+    model = served_model_name(config.engine)
+    command = engine_command(config.engine, folder, model)
+    replicas = [EngineReplica(f"engine-{index}", EngineLauncher(command)) for index in range(config.engine.engines)]
+    return Gateway(config, model=model, folder=folder, replicas=replicas)
+
+
+def _secret(config: Config) -> bytes:
+    """The deployment secret. Made up where none is configured: nobody else has to compute this gateway's keys."""
+    if config.secret is not None:
+        return config.secret.encode()
+    if config.redis.url is not None:
+        _log.warning(
+            "no secret is configured: gateways that share replicas and statistics must share one, set `secret`"
+        )
+    return secrets.token_bytes(32)
