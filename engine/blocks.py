@@ -209,6 +209,8 @@ class BlockManager:
             require(keys[: table.published] == table.keys[: table.published], "published blocks carry their keys")
             require(not any(keys[table.published :]), "the other blocks of a table carry none")
             require(table.published * self.block_size <= table.computed, "published blocks are computed")
+            unwritten = table.blocks[table.computed // self.block_size :]
+            require(all(references[index] == 1 for index in unwritten), "blocks still to be written have one owner")
 
     # --- inside ----------------------------------------------------------------------------------------
 

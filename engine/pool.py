@@ -146,7 +146,7 @@ class BlockPool:
             if block.ref == 0:
                 self._empty.append(block.index)
         self._index.clear()
-        self.policy = create_policy(self.policy.name, len(self.blocks))
+        self.policy = type(self.policy)(len(self.blocks))
         self.events.cleared()
         return dropped
 
@@ -220,7 +220,6 @@ class BlockPool:
             require(block.children == children[block.index], f"{name}: children are counted")
             require((block.index in empty) == unowned, f"{name}: empty exactly when unused and without key")
             if block.key is None:
-                require(block.ref <= 1, f"{name}: a block that may still be written has one owner")
                 require(not block.tracked, f"{name}: unknown to the policy without a key")
                 continue
             require(self._index.get(block.key) is block, f"{name}: found under its key")
