@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from litestar import Response, get
-from litestar.params import Parameter
+from litestar.di import NamedDependency
+from litestar.params import FromQuery, QueryParameter
 
 from gateway.stats import metrics
 from gateway.stats.aggregate import KEEP_MINUTES
@@ -20,10 +21,10 @@ __all__ = ["admin_stats", "prometheus"]
 
 @get("/admin/stats", sync_to_thread=False)
 def admin_stats(
-    statistics: Statistics,
-    minutes: Annotated[int, Parameter(ge=0, le=KEEP_MINUTES)] = 60,
-    by: Grouping | None = None,
-    window: Annotated[int | None, Parameter(ge=1, le=KEEP_MINUTES)] = None,
+    statistics: NamedDependency[Statistics],
+    minutes: Annotated[int, QueryParameter(ge=0, le=KEEP_MINUTES)] = 60,
+    by: FromQuery[Grouping | None] = None,
+    window: Annotated[int | None, QueryParameter(ge=1, le=KEEP_MINUTES)] = None,
 ) -> Snapshot:
     """Totals over all gateways and per template, tenant and replica, at most 2 s old.
 
@@ -34,6 +35,6 @@ def admin_stats(
 
 
 @get("/metrics", sync_to_thread=False)
-def prometheus(statistics: Statistics) -> Response[bytes]:
+def prometheus(statistics: NamedDependency[Statistics]) -> Response[bytes]:
     """Prometheus exposition of this gateway."""
     return Response(metrics.render(statistics), media_type=metrics.CONTENT_TYPE)

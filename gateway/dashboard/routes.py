@@ -12,7 +12,9 @@ from typing import Any, Final, NamedTuple
 
 from litestar import Request, Response, get
 from litestar.datastructures import State
+from litestar.di import NamedDependency
 from litestar.exceptions import NotFoundException
+from litestar.params import FromPath, FromQuery
 from litestar.response import Stream
 
 from gateway.dashboard.feed import Feed, Window
@@ -73,13 +75,13 @@ def page(request: Request[Any, Any, State]) -> Response[bytes]:
 
 
 @get("/dashboard/static/{path:path}", include_in_schema=False, sync_to_thread=False)
-def asset(request: Request[Any, Any, State], path: str) -> Response[bytes]:
+def asset(request: Request[Any, Any, State], path: FromPath[str]) -> Response[bytes]:
     """A script, a style sheet or an image of the page."""
     return _answer(path.lstrip("/"), request)
 
 
 @get("/dashboard/events", include_in_schema=False)
-async def events(feed: Feed, window: Window = "15m") -> Stream:
+async def events(feed: NamedDependency[Feed], window: FromQuery[Window] = "15m") -> Stream:
     """The figures of a window, once a second, as server-sent events."""
     return Stream(
         feed.stream(window),

@@ -1,0 +1,210 @@
+"""The page in a real browser: figures, keyboard, key, narrow screen, and what it says when the gateway is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from litestar import Litestar, Response, Router
+from litestar.connection import ASGIConnection
+from litestar.di import Provide
+from litestar.exceptions import NotAuthorizedException
+from litestar.handlers import BaseRouteHandler
+
+from gateway.config import RedisConfig
+from gateway.dashboard.feed import Feed
+from gateway.dashboard.routes import asset, events, page
+from gateway.stats.record import RequestRecord
+from gateway.stats.statistics import Statistics
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+
+
+class Site:
+    """The dashboard alone on a local port; ``start`` and ``stop`` as often as needed."""
+
+    def __init__(self, key: str | None = None) -> None:
+        self.statistics = Statistics(RedisConfig(url="redis://localhost:1"))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/dashboard"
+        self._key = key
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        feed = Feed(self.statistics)
+
+        def wants_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
+            if self._key is not None and connection.headers.get("authorization") != f"Bearer {self._key}":
+                raise NotAuthorizedException("Send the admin key.")
+
+        def refused(_: Any, error: NotAuthorizedException) -> Response[Any]:
+            return Response({"error": {"message": error.detail}}, status_code=401)
+
+        app = Litestar(
+            [page, asset, Router("/", route_handlers=[events], guards=[wants_key])],
+            dependencies={"feed": Provide(lambda: feed, sync_to_thread=False)},
+            exception_handlers={NotAuthorizedException: refused},
+        )
+        self._server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="error"))
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + 10
+        while not self._server.started:
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """As a crash would, streams included."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = self._server.force_exit = True
+            self._thread.join(10)
+            self._server = None
+
+    def record(self, count: int, **changes: Any) -> None:
+        fields: dict[str, Any] = {"template": "support", "cached_tokens": 50, "finished_at": time.time()} | changes
+        for _ in range(count):
+            self.statistics.record(
+                RequestRecord(
+                    tenant="default",
+                    replica="engine-0",
+                    status="ok",
+                    prompt_tokens=100,
+                    completion_tokens=7,
+                    ttft_s=0.25,
+                    e2e_s=1.0,
+                    prefill_s=0.5,
+                    saved_prefill_s=0.5,
+                    **fields,
+                )
+            )
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    site.start()
+    yield site
+    site.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def opened(browser: Any, url: str, *, width: int = 1440, height: int = 900) -> Iterator[Any]:
+    """A page in a context of its own; whatever it complains about in its console fails the test."""
+    context = browser.new_context(viewport={"width": width, "height": height})
+    context.set_default_timeout(10_000)
+    tab = context.new_page()
+    complaints: list[str] = []
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.on("console", lambda line: complaints.append(line.text) if line.type in ("error", "warning") else None)
+    tab.goto(url)
+    try:
+        yield tab
+    finally:
+        context.close()
+    expected = ("Failed to load resource", "net::ERR")  # a gateway that is away or wants a key
+    assert [line for line in complaints if not any(part in line for part in expected)] == []
+
+
+def test_figures_arrive_and_move_without_a_reload(site: Site, browser: Any) -> None:
+    site.record(4)
+    with opened(browser, site.url) as tab:
+        headline = tab.get_by_role("region", name="Headline figures, last 15 minutes")
+        headline.get_by_text("50.0%", exact=True).wait_for()
+        headline.get_by_text("200 of 400 prompt tokens").wait_for()
+        tab.get_by_role("table").first.get_by_role("rowheader", name="support").wait_for()
+        assert tab.locator("canvas").count() == 3
+        site.record(4, cached_tokens=100)
+        headline.get_by_text("75.0%", exact=True).wait_for()
+        assert tab.get_by_role("status").inner_text() == "Live"
+
+
+def test_an_empty_gateway_says_what_to_do(site: Site, browser: Any) -> None:
+    with opened(browser, site.url) as tab:
+        tab.get_by_role("heading", name="Waiting for the first request").wait_for()
+        assert f"curl http://127.0.0.1:{site.port}/v1/chat/completions" in tab.locator("pre").inner_text()
+        site.record(1)
+        tab.get_by_role("region", name="Headline figures, last 15 minutes").wait_for()
+        assert not tab.get_by_role("heading", name="Waiting for the first request").is_visible()
+
+
+def test_the_window_is_chosen_by_keyboard_and_remembered(site: Site, browser: Any) -> None:
+    site.record(2, finished_at=time.time() - 1800)
+    with opened(browser, site.url) as tab:
+        headline = tab.get_by_role("region", name="Headline figures, last 15 minutes")
+        headline.get_by_text("none in this window").wait_for()
+        tab.get_by_role("radio", name="15 min").focus()
+        tab.keyboard.press("ArrowRight")
+        tab.get_by_role("region", name="Headline figures, last hour").get_by_text("50.0%", exact=True).wait_for()
+        tab.reload()
+        tab.get_by_role("region", name="Headline figures, last hour").wait_for()
+
+
+def test_a_lost_gateway_is_told_and_found_again(site: Site, browser: Any) -> None:
+    site.record(1)
+    with opened(browser, site.url) as tab:
+        tab.get_by_role("region", name="Headline figures, last 15 minutes").wait_for()
+        site.stop()
+        tab.get_by_text("Disconnected since").wait_for()
+        assert tab.get_by_text("The figures are those of").is_visible()
+        site.record(1)
+        site.start()
+        tab.get_by_text("Live", exact=True).wait_for()
+        tab.get_by_text("100 of 200 prompt tokens").wait_for()
+
+
+def test_the_admin_key_is_asked_for_and_kept_in_the_tab_only(browser: Any) -> None:
+    site = Site(key="letmein")
+    site.start()
+    site.record(1)
+    try:
+        with opened(browser, site.url) as tab:
+            field = tab.get_by_label("Admin key")
+            field.fill("wrong")
+            field.press("Enter")
+            tab.get_by_text("That key was not accepted.").wait_for()
+            field.fill("letmein")
+            field.press("Enter")
+            tab.get_by_role("region", name="Headline figures, last 15 minutes").wait_for()
+            tab.reload()
+            tab.get_by_role("region", name="Headline figures, last 15 minutes").wait_for()
+            assert tab.evaluate("JSON.stringify(localStorage)").find("letmein") == -1
+            assert "letmein" not in tab.url
+    finally:
+        site.stop()
+
+
+def test_a_phone_needs_no_sideways_scrolling(site: Site, browser: Any) -> None:
+    site.record(1, template="a-template-with-quite-a-long-name-of-its-own")
+    with opened(browser, site.url, width=390, height=844) as tab:
+        tab.get_by_role("region", name="Headline figures, last 15 minutes").wait_for()
+        assert tab.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_a_chosen_theme_is_kept(site: Site, browser: Any) -> None:
+    with opened(browser, site.url) as tab:
+        tab.get_by_role("button", name="Theme: as the system").click()
+        tab.get_by_role("button", name="Theme: light").click()
+        tab.get_by_role("button", name="Theme: dark").wait_for()
+        tab.reload()
+        assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
+        assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 22)"
