@@ -1,0 +1,156 @@
+"""The engine process: ``python -m engine.worker`` loads a model and serves it on a unix socket until told to stop.
+
+What it has to say goes to stderr, never with prompt text. Once it serves, it exits with 0 after SIGTERM, SIGINT or a
+``shutdown`` call; when it cannot serve, with 1 and the reason in its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer
+
+from cache_policy.policy import POLICY_NAMES
+from engine.core import EngineCore
+from engine.detokenize import IncrementalDetokenizer
+from engine.errors import EngineError
+from engine.memory import available_bytes, pool_blocks
+from engine.parent import die_with_parent
+from engine.server import EngineServer, bind_unix_socket
+from engine.wire import EngineInfo
+
+__all__ = ["main", "serve"]
+
+_EXAMPLE_TOKENS: Final = 1024  # the size of request for which the log tells how many fit
+
+_log: Final = logging.getLogger("engine.worker")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the engine process with these command-line arguments; return its exit status."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        if options.parent_death:
+            die_with_parent()
+        core = _load(options)
+        listener = bind_unix_socket(options.socket)  # last, so that who can connect is served
+        try:
+            asyncio.run(serve(EngineServer(core, listener)))
+        finally:
+            listener.close()
+            options.socket.unlink(missing_ok=True)
+    except EngineError as error:
+        _log.error("%s", error)
+        return 1
+    return 0
+
+
+async def serve(server: EngineServer) -> None:
+    """Serve until SIGTERM or SIGINT (or a ``shutdown`` call), then end in order."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop)
+    await server.serve()
+
+
+def _load(options: argparse.Namespace) -> EngineCore:
+    """The engine with its weights in memory, warmed up and timed."""
+    # Imported late: --help and wrong arguments need no torch.
+    from engine.models.catalog import weight_files
+    from engine.models.loading import kv_bytes_per_block, read_model_info, resolve_dtype
+    from engine.runner import ModelRunner
+
+    model = read_model_info(options.model)
+    bytes_per_block = kv_bytes_per_block(model, resolve_dtype(options.dtype), options.block_size)
+    weights = sum(path.stat().st_size for path in weight_files(options.model))
+    num_blocks = pool_blocks(
+        options.kv_blocks,
+        available=max(0, available_bytes() - weights),
+        bytes_per_block=bytes_per_block,
+        block_size=options.block_size,
+    )
+    runner = ModelRunner(
+        options.model,
+        dtype=options.dtype,
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        threads=options.threads,
+    )
+    info = EngineInfo(
+        model=options.served_name,
+        root=str(options.model),
+        fingerprint=runner.fingerprint,
+        boot_id=secrets.token_hex(8),
+        max_model_len=min(model.max_positions, num_blocks * options.block_size),
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        dtype=runner.dtype,
+        device=runner.device,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        policy=options.policy,
+        max_batch_tokens=options.max_batch_tokens,
+        profile=runner.profile(),
+    )
+    _log.info(
+        "serving %s (%s, %s): %d KV blocks of %d tokens (%d MiB), room for %d requests of %d tokens at once, "
+        "at most %d tokens per request",
+        info.model,
+        info.dtype,
+        info.device,
+        num_blocks,
+        info.block_size,
+        num_blocks * bytes_per_block // 2**20,
+        num_blocks // -(-_EXAMPLE_TOKENS // info.block_size),
+        _EXAMPLE_TOKENS,
+        info.max_model_len,
+    )
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    return EngineCore(
+        runner, info, detokenizer=partial(IncrementalDetokenizer, tokenizer), max_running=options.max_running
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.worker",
+        description="Serve one model on a unix socket. `headstart serve` starts this process by itself.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--socket", type=Path, required=True, help="path of the socket; only this user will be able to connect")
+    add("--model", type=Path, required=True, help="Hugging Face folder with weights and tokenizer")
+    add("--served-name", required=True, help="the model's name for clients")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of weights and KV (default: auto)")
+    add("--kv-blocks", type=_count(0), default=0, help="size of the KV pool; 0: by free memory (default)")
+    add("--block-size", type=_count(1), default=16, help="tokens per block (default: 16)")
+    add("--policy", choices=POLICY_NAMES, default=POLICY_NAMES[0], help="who leaves the cache first (default: lru)")
+    add("--max-batch-tokens", type=_count(1), default=512, help="tokens computed per step (default: 512)")
+    add("--max-running", type=_count(1), default=32, help="requests computed at a time (default: 32)")
+    add("--threads", type=_count(0), default=0, help="for arithmetic; 0: torch's choice (default)")
+    add("--parent-death", action="store_true", help="be killed when the process that started this one ends")
+    return parser
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}")
+        return value
+
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())
