@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-__all__ = ["CutRule", "SegmentEncoder", "TooManyTokens", "cut_rule", "is_ink", "refuse_hopeless"]
+__all__ = ["EXAMINED_PATTERNS", "CutRule", "SegmentEncoder", "TooManyTokens", "cut_rule", "is_ink", "refuse_hopeless"]
 
 _BLANK_LINE: Final = "\n\n"
 _PIECE_OVERHEAD: Final = 32
@@ -42,7 +42,7 @@ _LETTERS_O200K: Final = (
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
-_PATTERNS: Final[dict[str, CutRule]] = {
+EXAMINED_PATTERNS: Final[dict[str, CutRule]] = {
     # GPT-2 and what was trained with its pre-tokenizer
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": CutRule.BEFORE_NEWLINES,
     # cl100k, Llama 3
@@ -119,7 +119,7 @@ def _step_rule(step: dict[str, Any]) -> CutRule | None:
             return CutRule.NEVER
         return CutRule.BEFORE_NEWLINES if step.get("use_regex", True) else None
     if kind == "Split" and (step.get("behavior"), step.get("invert")) in (("Isolated", False), ("Removed", True)):
-        return _PATTERNS.get((step.get("pattern") or {}).get("Regex", ""), CutRule.NEVER)
+        return EXAMINED_PATTERNS.get((step.get("pattern") or {}).get("Regex", ""), CutRule.NEVER)
     return CutRule.NEVER
 
 
@@ -145,31 +145,32 @@ class SegmentEncoder:
             TooManyTokens: there are more than ``limit`` of them; found out without tokenizing all of a long text.
         """
         ids: list[int] = []
-        start = 0
-        for cut in self._cuts(text):
-            ids += self._piece(text[start:cut], limit)
-            start = cut
+        for piece in self.pieces(text):
+            ids += self._piece(piece, limit)
             if limit is not None and len(ids) > limit:
                 raise TooManyTokens(len(ids))
-        ids += self._piece(text[start:] if start else text, limit)
-        if limit is not None and len(ids) > limit:
-            raise TooManyTokens(len(ids))
         return ids
 
-    def _cuts(self, text: str) -> list[int]:
+    def pieces(self, text: str) -> list[str]:
+        """``text`` cut wherever the rule allows it."""
         if self.rule is CutRule.NEVER:
-            return []
+            return [text]
         before = self.rule is CutRule.BEFORE_NEWLINES
-        cuts: list[int] = []
+        pieces: list[str] = []
+        start = 0
         at = text.find(_BLANK_LINE, 1)
         while at >= 0:
+            cut = 0
             if before:
-                if is_ink(text[at - 1]):
-                    cuts.append(at)
+                cut = at if is_ink(text[at - 1]) else 0
             elif at + 2 < len(text) and is_ink(text[at + 2]) and text[at + 2] != "/":  # o200k: "!\n\n/" is one word
-                cuts.append(at + 2)
+                cut = at + 2
+            if cut:
+                pieces.append(text[start:cut])
+                start = cut
             at = text.find(_BLANK_LINE, at + 1)
-        return cuts
+        pieces.append(text[start:])
+        return pieces
 
     def _piece(self, piece: str, limit: int | None) -> list[int]:
         ids = self._pieces.get(piece)

@@ -95,6 +95,12 @@ def _instructions() -> tuple[Tokenizer, str, dict[str, str]]:
     return tokenizer, INSTRUCTIONS, {"bos_token": "<s>", "eos_token": "</s>"}
 
 
+@pytest.fixture(scope="session")
+def tokenizer_behind() -> Callable[[pre_tokenizers.PreTokenizer], Tokenizer]:
+    """``tokenizer_behind(pre_tokenizer)``: a small byte-level BPE tokenizer with ChatML's control tokens."""
+    return lambda pre_tokenizer: train_tokenizer(pre_tokenizer, ["<|im_start|>", "<|im_end|>"])
+
+
 _KINDS = {"chatml": _chatml, "headers": _headers, "instructions": _instructions}
 
 
