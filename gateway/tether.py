@@ -13,12 +13,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
-_POLL_S = 0.5
+_POLL_S = 0.2
 
 
 def main(arguments: list[str]) -> int:
@@ -34,9 +35,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _guard(parent: int, command: list[str]) -> int:
+    told_to_end = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
     child = subprocess.Popen(command)  # noqa: S603
-    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    while child.poll() is None and os.getppid() == parent:
+    while child.poll() is None and os.getppid() == parent and not told_to_end.is_set():
         time.sleep(_POLL_S)
     child.terminate()
     return child.wait()

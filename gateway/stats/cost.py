@@ -24,7 +24,7 @@ _TOKENS_SCALE = (
 )
 _CONTEXT_SCALE = 256.0 * 256.0
 _FORGETTING = 0.99  # weight of the past after one more step: a half-life of 69 steps
-_PROFILE_STEPS = 10.0  # the profile counts like so many live steps, for ever
+_PROFILE_STEPS = 5.0  # the profile counts like so many live steps, for ever
 _ROBUST_LIMIT = 0.5  # relative error from which a step's weight falls (a paused process is not a slow model)
 _NOMINAL_SECONDS_PER_TOKEN = 1e-3
 

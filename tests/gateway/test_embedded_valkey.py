@@ -106,7 +106,7 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_orphan_stays_when_the_gateway_is_killed() -> None:
+def test_no_orphan_stays_when_the_gateway_is_killed_and_the_next_one_sweeps_up() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
@@ -114,6 +114,15 @@ def test_no_orphan_stays_when_the_gateway_is_killed() -> None:
         parent.kill()
         parent.wait()
     asyncio.run(eventually(lambda: not alive(pid)))
+
+    async def next_start() -> set[str]:
+        server = EmbeddedValkey()
+        await server.start()
+        folders = {path.name for path in Path(server.socket_path).parents[1].glob("headstart-valkey-*")}
+        await server.stop()
+        return folders
+
+    assert not any(name.startswith(f"headstart-valkey-{parent.pid}-") for name in asyncio.run(next_start()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
