@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from litestar import Response, get
+from litestar.di import NamedDependency
 
 import gateway as package
 from gateway.replicas.base import ReplicaState
@@ -39,7 +40,7 @@ def health() -> Health:
 
 
 @get("/ready", sync_to_thread=False)
-def ready(gateway: Gateway) -> Response[Readiness]:
+def ready(gateway: NamedDependency[Gateway]) -> Response[Readiness]:
     """200 while at least one replica serves and the gateway is not shutting down, else 503."""
     is_ready = gateway.ready_replicas > 0 and not gateway.draining
     states = {id: str(replica.state) for id, replica in gateway.replicas.items()}

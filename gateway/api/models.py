@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import msgspec
 from litestar import Request, get, post
+from litestar.di import NamedDependency
+from litestar.params import FromPath
 
 from gateway.api.decoding import decode_body
 from gateway.errors import InvalidRequestError, ModelNotFoundError, PayloadTooLargeError
@@ -76,20 +78,20 @@ _detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeRequest)
 
 
 @get("/v1/models", sync_to_thread=False)
-def list_models(gateway: Gateway) -> ModelList:
+def list_models(gateway: NamedDependency[Gateway]) -> ModelList:
     """The served model."""
     return ModelList([_card(gateway)])
 
 
 @get("/v1/models/{model:path}", sync_to_thread=False)
-def show_model(gateway: Gateway, model: str) -> ModelCard:
+def show_model(gateway: NamedDependency[Gateway], model: FromPath[str]) -> ModelCard:
     """One model by its name, which may hold slashes."""
     _check_model(gateway, model.removeprefix("/"))
     return _card(gateway)
 
 
 @post("/tokenize", status_code=200)
-async def tokenize(gateway: Gateway, request: Request[Any, Any, Any]) -> TokenizeResponse:
+async def tokenize(gateway: NamedDependency[Gateway], request: Request[Any, Any, Any]) -> TokenizeResponse:
     """Token ids of a text or a chat."""
     data = await request.body()
     body = decode_body(_tokenize_decoder, data)
@@ -115,7 +117,7 @@ async def tokenize(gateway: Gateway, request: Request[Any, Any, Any]) -> Tokeniz
 
 
 @post("/detokenize", status_code=200)
-async def detokenize(gateway: Gateway, request: Request[Any, Any, Any]) -> DetokenizeResponse:
+async def detokenize(gateway: NamedDependency[Gateway], request: Request[Any, Any, Any]) -> DetokenizeResponse:
     """Text of token ids."""
     body = decode_body(_detokenize_decoder, await request.body())
     _check_model(gateway, body.model)

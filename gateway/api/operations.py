@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 from litestar import Response, get, post
+from litestar.di import NamedDependency
 
 from gateway.errors import HeadstartError, ReplicaUnavailable
 from gateway.replicas.base import Replica, ReplicaState
@@ -66,13 +67,13 @@ class ResetReport(msgspec.Struct, frozen=True):
 
 
 @get("/admin/replicas", sync_to_thread=False)
-def list_replicas(gateway: Gateway) -> ReplicaList:
+def list_replicas(gateway: NamedDependency[Gateway]) -> ReplicaList:
     """Every replica with its state, what it serves and its load."""
     return ReplicaList([_row(replica) for replica in gateway.replicas.values()])
 
 
 @post("/admin/cache/reset")
-async def reset_cache(gateway: Gateway) -> Response[ResetReport]:
+async def reset_cache(gateway: NamedDependency[Gateway]) -> Response[ResetReport]:
     """Empty the prefix cache of every replica that serves: 200 done, 202 deferred, 502 incomplete."""
     ready = [replica for replica in gateway.replicas.values() if replica.state is ReplicaState.READY]
     if not ready:
