@@ -4,10 +4,15 @@ const FIRST_RETRY_MS = 1_000;
 const LAST_RETRY_MS = 5_000;
 const URL_EVENTS = new URL("../events", import.meta.url);
 
-export class Locked extends Error {}
+export class Locked extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
 
 // Keeps one stream open until the returned function is called. `onUpdate` gets each update, `onLost` a reason when the
-// stream ends (it is opened again by itself), `onLocked` the gateway's message when it wants the admin key (it is not).
+// stream ends (it is opened again by itself), `onLocked` the refusal when the gateway wants the admin key (it is not).
 export function follow({ window: span, key, onUpdate, onLost, onLocked }) {
   let stopped = false;
   let controller;
@@ -24,7 +29,7 @@ export function follow({ window: span, key, onUpdate, onLost, onLocked }) {
         if (!stopped) onLost("The gateway ended the connection.");
       } catch (error) {
         if (stopped) return;
-        if (error instanceof Locked) return onLocked(error.message);
+        if (error instanceof Locked) return onLocked(error);
         onLost(error.name === "AbortError" ? "The gateway has gone silent." : "The gateway cannot be reached.");
       }
       await new Promise((resolve) => setTimeout(resolve, delay));
@@ -51,7 +56,7 @@ async function read(span, key, controller, onUpdate) {
     });
     if (response.status === 401 || response.status === 403) {
       const body = await response.json().catch(() => null);
-      throw new Locked(body?.error?.message ?? "");
+      throw new Locked(response.status, body?.error?.message ?? "");
     }
     if (!response.ok) throw new Error(`status ${response.status}`);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -22,7 +22,7 @@ function App() {
   const [key, setKey] = useState(() => sessionStorage.getItem(KEY));
   const [update, setUpdate] = useState(null);
   const [lost, setLost] = useState(null); // { reason, since } while there is no connection
-  const [locked, setLocked] = useState(null); // the gateway's message when it wants a key
+  const [locked, setLocked] = useState(null); // the gateway's refusal when it wants a key
   const [theme, setTheme] = useState(() => document.documentElement.dataset.theme ?? "auto");
 
   useEffect(() => {
@@ -35,9 +35,9 @@ function App() {
         setLost(null);
       },
       onLost: (reason) => setLost((before) => ({ reason, since: before?.since ?? Date.now() / 1000 })),
-      onLocked: (message) => {
+      onLocked: ({ status, message }) => {
         sessionStorage.removeItem(KEY);
-        setLocked({ message, tried: key !== null });
+        setLocked({ status, message, tried: key !== null });
       },
     });
   }, [span, key]);

@@ -15,7 +15,7 @@ export function Notices({ update, lost }) {
       if (row.state === "starting") notices.push(["info", `${name} is starting${row.down_reason ? `: ${row.down_reason}` : "."}`]);
     }
     const { state, reason, where } = update.snapshot.redis;
-    if (state === "down") notices.push(["warn", `${where} is down (${reason}). Requests are served and counted all the same; other gateways' figures are old.`]);
+    if (state === "down") notices.push(["warn", `${where} is down (${reason}). Requests are served and counted all the same; other gateways’ figures are old.`]);
     if (state === "off") notices.push(["warn", `Statistics stay in this process: ${reason}`]);
   }
   return html`<div class="notices" aria-live="polite">
@@ -23,8 +23,11 @@ export function Notices({ update, lost }) {
   </div>`;
 }
 
-export function Unlock({ message, tried, onKey }) {
+export function Unlock({ status, message, tried, onKey }) {
   const field = useRef(null);
+  if (status === 403 && !tried) {
+    return html`<section class="card centred"><h2>This dashboard is not open from here</h2><p>${message}</p></section>`;
+  }
   const submit = (event) => {
     event.preventDefault();
     const entered = field.current.value.trim();
@@ -32,7 +35,7 @@ export function Unlock({ message, tried, onKey }) {
   };
   return html`<section class="card centred" aria-labelledby="unlock-title">
     <h2 id="unlock-title">This dashboard is the operator’s</h2>
-    <p>${message}</p>
+    <p>Figures of all tenants are shown here, so the gateway asks for its admin key.</p>
     <form onSubmit=${submit}>
       <label for="admin-key">Admin key</label>
       <div class="field">
@@ -41,7 +44,7 @@ export function Unlock({ message, tried, onKey }) {
         <button type="submit" class="primary">Open</button>
       </div>
       <p id="key-note" class=${tried ? "note bad" : "note"}>
-        ${tried ? "That key was not accepted." : "It stays in this browser tab until you close it."}
+        ${tried ? `That key was not accepted. ${status === 403 ? message : ""}` : "It stays in this browser tab until you close it."}
       </p>
     </form>
   </section>`;

@@ -18,6 +18,7 @@ from gateway.server import serving
 from gateway.service import Gateway
 
 Eventually = Callable[[Callable[[], bool]], Any]
+MARKER = "zebra-7731"
 COUNTS = ("prompt_tokens", "cached_prompt_tokens", "completion_tokens")
 
 
@@ -44,7 +45,7 @@ async def send(http: aiohttp.ClientSession, url: str, number: int, usage: Usage)
         "temperature": 0,
         "ignore_eos": True,
         "messages": [
-            {"role": "system", "content": "The same rules for all. " * 12},
+            {"role": "system", "content": f"The same rules for all, {MARKER}. " * 12},
             {"role": "user", "content": f"{number}"},
         ],
         "stream": stream,
@@ -68,6 +69,16 @@ def in_valkey(valkey: Any) -> dict[str, float]:
                 for name in sums if field != b"flush" else ():
                     sums[name] += json.loads(value).get(name, 0)
     return sums
+
+
+def everything_in_valkey(valkey: Any) -> bytes:
+    dump = b""
+    with valkey.client() as client:
+        for key in client.scan_iter():
+            dump += (
+                key + repr(client.hgetall(key) if client.type(key) == b"hash" else client.zrange(key, 0, -1)).encode()
+            )
+    return dump
 
 
 async def in_metrics(http: aiohttp.ClientSession, url: str) -> dict[str, float]:
@@ -115,5 +126,33 @@ def test_every_account_agrees_with_what_clients_were_told_also_after_valkey_was_
         for table in ("templates", "tenants", "replicas"):
             assert {name: sum(row[name] for row in stats[table].values()) for name in expected} == expected
         assert in_valkey(valkey) == expected
+
+    asyncio.run(scenario())
+
+
+def test_n5_no_text_of_a_prompt_reaches_valkey_metrics_statistics_or_the_dashboard(
+    valkey: Any, eventually: Eventually, model_folder: Callable[[str], Path]
+) -> None:
+    async def scenario() -> None:
+        folder = model_folder("chatml")
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        replica = ScriptedReplica("engine-0", tokenizer, scripted_info(tokenizer, root=str(folder)))
+        config = Config(
+            server=ServerConfig(port=0, drain_grace_s=5), redis=RedisConfig(url=valkey.url, flush_interval_s=0.02)
+        )
+        gateway = Gateway(config, model="scripted", folder=folder, replicas=[replica])
+        async with serving(gateway) as url, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
+            await gateway.wait_ready(10)
+            await send(http, url, 1, Usage())
+            await eventually(lambda: in_valkey(valkey)["requests"] == 1)
+            dump = everything_in_valkey(valkey)
+            for path in ("/metrics", "/admin/stats?by=template", "/admin/replicas", "/ready"):
+                async with http.get(url + path) as response:
+                    dump += await response.read()
+            async with http.get(f"{url}/dashboard/events") as response:
+                dump += await response.content.readuntil(b"\n\n")
+        assert b"unregistered" in dump
+        assert MARKER.encode() not in dump
+        assert b"rules" not in dump
 
     asyncio.run(scenario())

@@ -103,7 +103,7 @@ def test_an_ended_gateway_stays_in_the_totals_but_is_no_news_to_the_next(
     asyncio.run(scenario())
 
 
-def test_killing_the_server_in_the_middle_loses_and_doubles_nothing(
+def test_p3_killing_the_server_in_the_middle_loses_and_doubles_nothing(
     valkey: Any, record: Record, eventually: Eventually
 ) -> None:
     async def scenario() -> None:
@@ -141,7 +141,7 @@ def test_losing_the_data_without_losing_the_connection_is_noticed(
     asyncio.run(scenario())
 
 
-def test_writing_twice_counts_once(valkey: Any, record: Record, eventually: Eventually) -> None:
+def test_p3_writing_twice_counts_once(valkey: Any, record: Record, eventually: Eventually) -> None:
     async def scenario() -> None:
         client = valkey.client()
         async with running(valkey.url) as statistics:
@@ -161,7 +161,7 @@ def test_writing_twice_counts_once(valkey: Any, record: Record, eventually: Even
     asyncio.run(scenario())
 
 
-def test_a_server_that_comes_late_gets_what_was_counted_before(
+def test_p1_a_server_that_comes_late_gets_what_was_counted_before(
     valkey: Any, record: Record, eventually: Eventually
 ) -> None:
     valkey.kill()
@@ -177,7 +177,9 @@ def test_a_server_that_comes_late_gets_what_was_counted_before(
     asyncio.run(scenario())
 
 
-def test_a_frozen_server_delays_nothing_and_is_caught_up(valkey: Any, record: Record, eventually: Eventually) -> None:
+def test_p2_a_frozen_server_delays_nothing_and_is_caught_up(
+    valkey: Any, record: Record, eventually: Eventually
+) -> None:
     async def scenario() -> None:
         async with running(valkey.url) as statistics:
             await eventually(lambda: statistics.store_status.state == "ok")
@@ -247,7 +249,7 @@ def test_foreign_fields_under_our_keys_are_ignored_and_reported(
     asyncio.run(scenario())
 
 
-def test_a_demoted_server_is_retried_until_it_takes_writes_again(
+def test_p5_a_demoted_server_is_retried_until_it_takes_writes_again(
     valkey: Any, record: Record, eventually: Eventually, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
@@ -263,7 +265,7 @@ def test_a_demoted_server_is_retried_until_it_takes_writes_again(
     asyncio.run(scenario())
 
 
-def test_an_outage_makes_a_line_per_change_of_state_and_not_per_try(
+def test_p8_an_outage_makes_a_line_per_change_of_state_and_not_per_try(
     valkey: Any, record: Record, eventually: Eventually
 ) -> None:
     tries = 0
