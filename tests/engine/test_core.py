@@ -1,0 +1,587 @@
+"""Requests through the whole engine without a model: what they get, what they cost, and how they end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from engine.batch import Batch
+from engine.core import EngineCore
+from engine.errors import CallError
+from engine.scripted import ScriptedRunner, scripted_continuation
+from engine.wire import AllBlocksCleared, EngineInfo, Output, Sampling, StepReport, StepTiming, Submit, pack_tokens
+
+VOCABULARY = 1000
+ROOT = b"namespace-number"
+
+
+class Words:
+    """A detokenizer that writes each token as a word, and stops at words."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self.stop = stop
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        word = f"w{token_id} "
+        return ("", True) if word.strip() in self.stop else (word, False)
+
+    def finish(self) -> str:
+        return "."
+
+
+class Failing(ScriptedRunner):
+    """Raises in the steps whose number is in ``fail``."""
+
+    fail: Sequence[int] = ()
+    step = 0
+
+    def execute(self, batch: Batch) -> list[int | None]:
+        self.step += 1
+        if self.step in self.fail:
+            for chunk in batch.chunks:  # leave garbage where the KV should be
+                for block in chunk.block_table[chunk.start // self.block_size :]:
+                    self.pool[block] = [b"garbage"] * self.block_size
+            raise RuntimeError("out of memory")
+        return super().execute(batch)
+
+
+class Answer(msgspec.Struct):
+    """Everything one request was told."""
+
+    tokens: list[int] = []
+    text: str = ""
+    finish_reason: str | None = None
+    cached_tokens: int | None = None
+    prefill_s: float | None = None
+    error: tuple[str, str] | None = None
+    first_step: int | None = None
+
+    def take(self, output: Output, step: int) -> None:
+        assert self.finish_reason is None, "an output after the last one"
+        if output.cached_tokens is not None:
+            assert self.cached_tokens is None, "cached tokens are told once"
+            assert not self.tokens
+            self.cached_tokens, self.prefill_s = output.cached_tokens, output.prefill_s
+            assert output.queue_s is not None
+        if output.token_ids and self.first_step is None:
+            self.first_step = step
+        self.tokens += output.token_ids
+        self.text += output.text
+        self.finish_reason = output.finish_reason
+        self.error = output.error
+
+
+class Engine:
+    """An engine on a scripted runner; its invariants are checked after every step."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        *,
+        max_batch_tokens: int = 256,
+        max_running: int = 32,
+        max_model_len: int = 10_000,
+        eos: tuple[int, ...] = (),
+        runner: type[ScriptedRunner] = ScriptedRunner,
+    ) -> None:
+        info = EngineInfo(
+            model="scripted",
+            root="",
+            fingerprint="f",
+            boot_id="b",
+            max_model_len=min(max_model_len, num_blocks * block_size),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype="none",
+            device="cpu",
+            vocab_size=VOCABULARY,
+            eos_token_ids=eos,
+            policy="lru",
+            max_batch_tokens=max_batch_tokens,
+        )
+        self.runner = runner(num_blocks, block_size, vocab_size=VOCABULARY, eos=eos)
+        self.core = EngineCore(self.runner, info, detokenizer=Words, max_running=max_running)
+        self.answers: dict[int, Answer] = {}
+        self.reports: list[StepReport] = []
+        self.budget = max_batch_tokens
+
+    def submit(self, prompt: Sequence[int], count: int = 4, *, use_cache: bool = True, **sampling: object) -> Answer:
+        id = len(self.answers)
+        answer = self.answers[id] = Answer()
+        chosen = Sampling(max_tokens=count, **{"temperature": 0, **sampling})  # type: ignore[arg-type]
+        self.core.submit(Submit(id, pack_tokens(list(prompt)), ROOT, chosen, use_cache))
+        return answer
+
+    def step(self) -> StepReport:
+        report = self.core.step()
+        assert report is not None
+        self.reports.append(report)
+        for output in report.outputs:
+            self.answers[output.id].take(output, len(self.reports))
+        self.core.call("check", {})
+        load = report.load
+        assert load.used_blocks + load.cached_blocks + load.free_blocks == self.core.info.num_blocks
+        if report.timing is not None:
+            assert 0 < report.timing.prefill_tokens + report.timing.decode_tokens <= self.budget
+        waiting = [sequence.id for sequence in self.core._scheduler.waiting]
+        running = [sequence.id for sequence in self.core._scheduler.running]
+        assert [*running, *waiting] == sorted([*running, *waiting])  # never an older one behind a newer one
+        return report
+
+    def run(self) -> None:
+        """Step until nothing is left to do; then nothing must be held either."""
+        for _ in range(5000):
+            if not self.core.has_work():
+                break
+            self.step()
+        load = self.core.load()
+        assert (load.running, load.waiting, load.used_blocks, load.queued_tokens) == (0, 0, 0, 0)
+        assert all(answer.finish_reason is not None for answer in self.answers.values())
+
+
+def tok(first: int, count: int) -> list[int]:
+    return [(first + i) % VOCABULARY for i in range(count)]
+
+
+def noise(seed: int, count: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(VOCABULARY) for _ in range(count)]
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    return scripted_continuation(prompt, count, vocab_size=VOCABULARY)
+
+
+# --- scheduling must be invisible ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("blocks", "budget", "use_cache"), [(2000, 512, False), (2000, 512, True), (40, 512, True), (40, 48, True)]
+)
+def test_e5_outputs_do_not_depend_on_scheduling(blocks: int, budget: int, use_cache: bool) -> None:
+    shared = noise(0, 100)
+    prompts = [(shared if i < 10 else []) + noise(i + 1, 20 + 3 * i) for i in range(34)]
+    engine = Engine(blocks, max_batch_tokens=budget)
+    for prompt in prompts:
+        engine.submit(prompt, 30, use_cache=use_cache)
+    engine.run()
+    for prompt, answer in zip(prompts, engine.answers.values(), strict=True):
+        assert answer.tokens == expected(prompt, 30)
+        assert answer.text == "".join(f"w{token} " for token in answer.tokens) + "."
+        assert answer.finish_reason == "length"
+    stats = engine.core.call("stats", {})
+    hits = [answer.cached_tokens for answer in engine.answers.values()]
+    assert stats["cached_prompt_tokens"] == sum(hits)
+    if blocks == 40:
+        assert stats["preemptions"] > 0
+        assert stats["evictions"] > 0
+    if use_cache:
+        assert sum(hits) > 0
+    else:
+        assert sum(hits) == 0
+        assert not any(report.events for report in engine.reports)
+
+
+@pytest.mark.parametrize("count", range(1, 50))
+def test_b1_b2_a_repeated_prompt_hits_all_but_its_last_tokens_and_gives_the_same(count: int) -> None:
+    engine = Engine()
+    prompt = tok(100 * count, count)
+    for hit in (0, *[16 * ((count - 1) // 16)] * 2):
+        answer = engine.submit(prompt)
+        engine.run()
+        assert answer.cached_tokens == hit
+        assert answer.tokens == expected(prompt, 4)
+
+
+def test_generated_tokens_are_hit_by_the_next_turn() -> None:
+    engine = Engine()
+    first = engine.submit(tok(0, 20), 28)
+    engine.run()
+    conversation = [*tok(0, 20), *first.tokens, 5]
+    second = engine.submit(conversation)
+    engine.run()
+    assert second.cached_tokens == 32  # the 48th token was sampled, but never computed
+    assert second.tokens == expected(conversation, 4)
+
+
+def test_prompts_computed_side_by_side_share_blocks_afterwards() -> None:
+    engine = Engine()
+    answers = [engine.submit(tok(0, 70), 20) for _ in range(3)]
+    engine.run()
+    assert [answer.tokens for answer in answers] == [expected(tok(0, 70), 20)] * 3
+    assert engine.core.load().cached_blocks == 5  # 89 computed tokens, once
+
+
+def test_a_seed_fixes_the_draws_whatever_else_runs() -> None:
+    alone = Engine()
+    first = alone.submit(tok(0, 30), 20, temperature=1.0, seed=-7)
+    alone.run()
+    crowded = Engine(12, max_batch_tokens=40)
+    crowded.submit(tok(500, 90), 20)
+    second = crowded.submit(tok(0, 30), 20, temperature=1.0, seed=-7)
+    others = [crowded.submit(tok(0, 30), 20, temperature=1.0) for _ in range(2)]
+    crowded.run()
+    assert second.tokens == first.tokens
+    assert others[0].tokens != first.tokens != others[1].tokens != others[0].tokens
+
+
+# --- what fits -------------------------------------------------------------------------------------------
+
+
+def test_e1_what_can_never_fit_is_refused_at_once_and_disturbs_nobody() -> None:
+    engine = Engine(32, max_model_len=2048)
+    small = [engine.submit(tok(100 * i, 30), 20) for i in range(4)]
+    engine.step()
+    refused = engine.submit(tok(0, 600), 1)
+    report = engine.step()
+    assert refused.finish_reason == "error"
+    assert refused.error is not None
+    code, message = refused.error
+    assert code == "context_length_exceeded"
+    assert "600" in message
+    assert "512" in message
+    assert report.load.waiting == 0
+    engine.run()
+    assert [answer.tokens for answer in small] == [expected(tok(100 * i, 30), 20) for i in range(4)]
+
+
+def test_e2_the_end_of_the_pool_ends_the_text() -> None:
+    engine = Engine(32)
+    answer = engine.submit(tok(0, 480), 200)
+    engine.run()
+    assert answer.finish_reason == "length"
+    assert answer.tokens == expected(tok(0, 480), 32)
+
+
+@pytest.mark.parametrize(("length", "fits"), [(511, True), (512, False)])
+def test_the_announced_limit_is_the_enforced_one(length: int, fits: bool) -> None:
+    engine = Engine(32)
+    answer = engine.submit(tok(0, length), 1)
+    engine.run()
+    assert answer.finish_reason == ("length" if fits else "error")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "code"), [([], 1, "invalid_request"), ([1], 0, "invalid_request"), ([1000], 1, "invalid_token")]
+)
+def test_what_cannot_be_computed_is_refused(prompt: list[int], count: int, code: str) -> None:
+    engine = Engine()
+    answer = engine.submit(prompt, count)
+    engine.run()
+    assert answer.error is not None
+    assert answer.error[0] == code
+
+
+def test_torn_token_bytes_are_refused() -> None:
+    engine = Engine()
+    engine.answers[0] = Answer()
+    engine.core.submit(Submit(0, b"\1\0\0", ROOT, Sampling(max_tokens=1)))
+    engine.run()
+    assert engine.answers[0].error is not None
+
+
+def test_an_id_in_use_is_refused() -> None:
+    engine = Engine()
+    engine.submit(tok(0, 5))
+    with pytest.raises(ValueError, match="in use"):
+        engine.core.submit(Submit(0, pack_tokens([1]), ROOT, Sampling(max_tokens=1)))
+
+
+# --- pressure --------------------------------------------------------------------------------------------
+
+
+def test_e4_preemption_makes_progress() -> None:
+    engine = Engine(48)
+    prompts = [noise(i, 200) for i in range(8)]
+    answers = [engine.submit(prompt, 150) for prompt in prompts]
+    engine.run()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == expected(prompt, 150)
+    assert 0 < engine.core.load().preemptions <= 8 * 8
+    silent = 0
+    for report in engine.reports:
+        silent = 0 if any(output.token_ids for output in report.outputs) else silent + 1
+        assert silent < 5
+    firsts = [answer.first_step or 0 for answer in answers]
+    assert firsts == sorted(firsts)
+    assert engine.runner.computed_tokens < 2 * 8 * 350  # recomputing does not eat up the gain
+
+
+def test_m1_recomputing_a_preempted_request_counts_no_hits() -> None:
+    engine = Engine(24)
+    prompts = [noise(i, 100) for i in range(12)]
+    for prompt in prompts:
+        engine.submit(prompt, 60)
+    engine.run()
+    stats = engine.core.call("stats", {})
+    assert stats["preemptions"] > 0
+    assert stats["cached_prompt_tokens"] == 0
+    assert stats["prompt_tokens"] == 12 * 100
+    assert stats["recomputed_tokens"] > 0
+    assert engine.runner.computed_tokens == 12 * 159 + stats["recomputed_tokens"]
+
+
+def test_m2_a_waiting_request_is_counted_once_when_it_is_admitted() -> None:
+    engine = Engine(24)
+    warm = noise(0, 65)
+    engine.submit(warm, 1)
+    engine.run()
+    engine.submit(noise(1, 300), 70)
+    engine.step()
+    prompt = [*warm[:64], *noise(2, 100)]
+    answer = engine.submit(prompt)
+    for _ in range(60):
+        engine.step()
+    assert answer.first_step is None
+    assert engine.core.load().waiting == 1
+    engine.run()
+    stats = engine.core.call("stats", {})
+    assert stats["prompt_tokens"] == 65 + 300 + 164
+    assert stats["cached_prompt_tokens"] == answer.cached_tokens
+    assert answer.tokens == expected(prompt, 4)
+
+
+def test_at_most_max_running_sequences_run() -> None:
+    engine = Engine(max_running=3)
+    for i in range(9):
+        engine.submit(tok(100 * i, 10), 5)
+    engine.run()
+    assert max(report.load.running for report in engine.reports) <= 3
+
+
+# --- fairness --------------------------------------------------------------------------------------------
+
+
+def test_e6_a_long_prompt_stops_neither_streams_nor_short_prompts() -> None:
+    engine = Engine(200, max_batch_tokens=64)
+    stream = engine.submit(tok(0, 10), 200)
+    for _ in range(20):
+        engine.step()
+    long = engine.submit(noise(1, 20 * 64), 2)
+    engine.step()
+    engine.step()
+    short = engine.submit(noise(2, 10), 2)
+    while long.first_step is None:
+        report = engine.step()
+        assert any(output.id == 0 for output in report.outputs)  # the stream gets a token in every step
+    assert short.first_step is not None
+    assert short.first_step < long.first_step
+    engine.run()
+    assert stream.tokens == expected(tok(0, 10), 200)
+
+
+def test_short_prompts_never_starve_a_long_one() -> None:
+    engine = Engine(400, max_batch_tokens=64)
+    long = engine.submit(noise(1, 20 * 64), 1)
+    for i in range(40):
+        engine.submit(noise(i + 2, 14), 1)
+        engine.step()
+    assert long.first_step is not None
+    assert long.first_step <= 28  # at least three quarters of every step were its own
+    engine.run()
+
+
+def test_two_long_prompts_are_computed_one_after_the_other() -> None:
+    engine = Engine(400, max_batch_tokens=64)
+    first, second = engine.submit(noise(1, 640), 1), engine.submit(noise(2, 640), 1)
+    engine.run()
+    assert (first.first_step, second.first_step) == (10, 20)
+
+
+# --- endings ---------------------------------------------------------------------------------------------
+
+
+def test_generation_ends_where_the_request_says() -> None:
+    prompt = tok(0, 20)
+    tokens = expected(prompt, 30)
+    eos, other = tokens[9], tokens[4]
+    assert tokens.index(eos) == 9
+    assert tokens.index(other) == 4
+
+    def ask(**sampling: object) -> Answer:
+        engine = Engine(eos=(eos,))
+        answer = engine.submit(prompt, 30, **sampling)
+        engine.run()
+        return answer
+
+    words = [f"w{token} " for token in tokens]
+    ended = ask()
+    assert (ended.tokens, ended.finish_reason) == (tokens[:10], "stop")
+    assert ended.text == "".join(words[:9]) + "."  # eos counts as a token, but has no text
+    ignoring = ask(ignore_eos=True)
+    assert (ignoring.tokens, ignoring.finish_reason) == (tokens, "length")
+    stopped = ask(stop_token_ids=(other,))
+    assert (stopped.tokens, stopped.finish_reason) == (tokens[:5], "stop")
+    late = ask(stop_token_ids=(other,), min_tokens=6)
+    assert late.tokens == tokens[:10]
+    longer = ask(min_tokens=15)
+    assert len(longer.tokens) >= 15
+    assert longer.tokens[9] != eos
+    text = ask(stop=(words[7].strip(),))
+    assert (text.tokens, text.text, text.finish_reason) == (tokens[:8], "".join(words[:7]), "stop")
+    engine = Engine(eos=(eos,))
+    both = engine.submit(prompt, 10)  # the last token allowed is an eos
+    engine.run()
+    assert (both.tokens, both.finish_reason) == (tokens[:10], "stop")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 8])
+def test_an_abort_releases_everything_and_publishes_only_what_was_computed(steps: int) -> None:
+    engine = Engine(32, max_batch_tokens=64)
+    stays = engine.submit(tok(700, 30), 40)
+    gone = engine.submit(noise(1, 180), 40)
+    for _ in range(steps):
+        engine.step()
+    engine.core.abort((1, 99))
+    engine.core.abort((1,))
+    report = engine.step()
+    assert [output.finish_reason for output in report.outputs if output.id == 1] == ["abort"]
+    assert report.load.running + report.load.waiting == 1
+    again = engine.submit([*noise(1, 180), 3], 4)
+    engine.run()
+    assert gone.tokens == expected(noise(1, 180), 40)[: len(gone.tokens)]
+    assert again.tokens == expected([*noise(1, 180), 3], 4)
+    assert again.cached_tokens == {0: 0, 1: 32, 2: 96, 8: 176}[steps]
+    assert stays.tokens == expected(tok(700, 30), 40)
+
+
+# --- faults ----------------------------------------------------------------------------------------------
+
+
+def test_a_failing_step_ends_its_requests_and_nothing_it_wrote_is_ever_used() -> None:
+    engine = Engine(32, max_batch_tokens=64, runner=Failing)
+    engine.runner.fail = (3,)  # type: ignore[attr-defined]
+    prompt = noise(1, 150)
+    failed = engine.submit(prompt, 10)
+    waiting = engine.submit(noise(2, 40), 4)
+    engine.step()
+    engine.step()
+    engine.step()
+    assert failed.error is not None
+    assert failed.error[0] == "engine_error"
+    assert "RuntimeError" in failed.error[1]
+    assert engine.core.consecutive_failures == 1
+    again = engine.submit(prompt, 10)
+    engine.run()
+    assert engine.core.consecutive_failures == 0
+    assert again.cached_tokens == 128  # two chunks had been computed
+    assert again.tokens == expected(prompt, 10)
+    assert waiting.finish_reason in ("error", "length")
+
+
+def test_repeated_failures_are_counted_and_never_hang() -> None:
+    engine = Engine(runner=Failing)
+    engine.runner.fail = (1, 2, 3)  # type: ignore[attr-defined]
+    for failures in (1, 2, 3):
+        engine.submit(tok(0, 10))
+        engine.run()
+        assert engine.core.consecutive_failures == failures
+
+
+def test_a_broken_detokenizer_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    prompts = [tok(0, 20), tok(400, 20)]
+    broken = expected(prompts[0], 3)[2]
+    assert broken not in expected(prompts[1], 6)
+    push = Words.push
+
+    def fail(self: Words, token_id: int) -> tuple[str, bool]:
+        if token_id == broken:
+            raise KeyError(token_id)
+        return push(self, token_id)
+
+    monkeypatch.setattr(Words, "push", fail)
+    first, second = (engine.submit(prompt, 6) for prompt in prompts)
+    engine.run()
+    assert first.finish_reason == "error"
+    assert second.tokens == expected(prompts[1], 6)
+
+
+# --- accounts --------------------------------------------------------------------------------------------
+
+
+def test_timings_account_for_every_token_once() -> None:
+    engine = Engine(max_batch_tokens=32)
+    engine.submit(tok(0, 50), 3)
+    engine.run()
+    timings = [report.timing for report in engine.reports]
+    assert all(timing is not None for timing in timings)
+    counts = [msgspec.structs.astuple(timing)[:4] for timing in timings if isinstance(timing, StepTiming)]
+    assert counts == [
+        (32, sum(range(32)), 0, 0),
+        (18, sum(range(32, 50)), 0, 0),
+        (0, 0, 1, 50),
+        (0, 0, 1, 51),
+    ]
+    prefill_s = engine.answers[0].prefill_s
+    assert prefill_s == pytest.approx(sum(timing.seconds for timing in timings[:2] if timing is not None))
+
+
+def test_reports_say_what_is_queued() -> None:
+    engine = Engine(max_batch_tokens=32)
+    engine.submit(tok(0, 50), 2)
+    engine.submit(tok(500, 40), 1)
+    assert engine.core.load().queued_tokens == 90
+    assert engine.step().load.queued_tokens == 58
+    engine.run()
+
+
+# --- control ---------------------------------------------------------------------------------------------
+
+
+def test_o9_switching_the_policy_under_load_changes_no_text() -> None:
+    engine = Engine(40, max_batch_tokens=96)
+    shared = noise(0, 64)
+    prompts = [[*shared, *noise(i + 1, 60)] for i in range(12)]
+    for prompt in prompts:
+        engine.submit(prompt, 30)
+    for name in ["fifo", "lru"] * 20:
+        assert engine.core.call("set_policy", {"policy": name}) == {"policy": name}
+        assert engine.core.info.policy == name
+        engine.step()
+    engine.run()
+    assert [answer.tokens for answer in engine.answers.values()] == [expected(prompt, 30) for prompt in prompts]
+    assert engine.core.load().evictions > 0
+
+
+def test_a_reset_under_load_changes_no_text_and_empties_the_cache() -> None:
+    engine = Engine(64, max_batch_tokens=48)
+    prompts = [noise(i, 100) for i in range(4)]
+    for prompt in prompts:
+        engine.submit(prompt, 20)
+    for _ in range(10):
+        engine.step()
+    result = engine.core.call("reset_cache", {})
+    assert result["kept"] == engine.core.load().used_blocks > 0
+    assert AllBlocksCleared() in engine.step().events
+    engine.run()
+    assert [answer.tokens for answer in engine.answers.values()] == [expected(prompt, 20) for prompt in prompts]
+    engine.core.call("reset_cache", {})
+    assert engine.core.has_work()  # the event is still to be told
+    engine.run()
+    answer = engine.submit(prompts[0])
+    engine.run()
+    assert answer.cached_tokens == 0
+
+
+def test_wrong_calls_are_refused_with_what_is_known() -> None:
+    engine = Engine()
+    with pytest.raises(CallError, match="reset_cache"):
+        engine.core.call("fly", {})
+    with pytest.raises(CallError, match="lru"):
+        engine.core.call("set_policy", {"policy": "clairvoyant"})
+    with pytest.raises(CallError, match="lru"):
+        engine.core.call("set_policy", {})
+    engine.core._blocks._pool._empty.pop()
+    with pytest.raises(CallError, match="invariant"):
+        engine.core.call("check", {})
+
+
+def test_nothing_to_do_is_said() -> None:
+    engine = Engine()
+    assert not engine.core.has_work()
+    assert engine.core.step() is None
