@@ -154,7 +154,10 @@ class EmbeddedValkey:
             _log.warning("embedded valkey ended, starting it again", status=status, delay_s=backoff)
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, _LAST_BACKOFF_S)
-            await self._spawn(binary)
+            try:
+                await self._spawn(binary)
+            except OSError as error:  # no memory or no descriptors now; the ended process is found again at once
+                _log.warning("embedded valkey cannot be started", reason=str(error))
 
     def _last_words(self) -> str:
         assert self._folder is not None

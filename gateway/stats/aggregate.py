@@ -38,7 +38,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._rows: dict[int, Table] = {}
-        self._blocks: dict[int, Table] = {}
+        self._blocks: dict[int, tuple[Table, Sums]] = {}
 
     def __iter__(self) -> Iterator[tuple[int, Table]]:
         return iter(self._rows.items())
@@ -66,13 +66,14 @@ class Timeline:
 
     def window(self, last: int, length: int) -> Table:
         """Sums by label over ``length`` minutes, the last one being ``last``, as a value of its own."""
-        return merge(self._parts(last - length + 1, last))
+        return merge(table for table, _ in self._parts(last - length + 1, last))
 
     def total(self, last: int, length: int) -> Sums:
         """The same window over all labels."""
-        return Sums.of(sums for part in self._parts(last - length + 1, last) for sums in part.values())
+        return Sums.of(total for _, total in self._parts(last - length + 1, last))
 
-    def _parts(self, first: int, last: int) -> Iterator[Table]:
+    def _parts(self, first: int, last: int) -> Iterator[tuple[Table, Sums]]:
+        """What a window consists of: blocks where they fit, single minutes elsewhere, each with its total."""
         minute = first
         while minute <= last:
             if minute % _BLOCK == 0 and minute + _BLOCK - 1 <= last:
@@ -81,16 +82,16 @@ class Timeline:
                 continue
             row = self._rows.get(minute)
             if row is not None:
-                yield row
+                yield row, Sums.of(row.values())
             minute += 1
 
-    def _block(self, block: int) -> Table:
-        table = self._blocks.get(block)
-        if table is None:
+    def _block(self, block: int) -> tuple[Table, Sums]:
+        summed = self._blocks.get(block)
+        if summed is None:
             first = block * _BLOCK
             table = merge(self._rows[minute] for minute in range(first, first + _BLOCK) if minute in self._rows)
-            self._blocks[block] = table
-        return table
+            summed = self._blocks[block] = table, Sums.of(table.values())
+        return summed
 
     def _prune(self, newest: int) -> None:
         oldest = newest - KEEP_MINUTES

@@ -41,6 +41,7 @@ class Statistics:
         self.aggregate = Aggregate()
         self.fleet = Fleet()
         self.replicas: dict[str, Replica] = {replica.id: replica for replica in replicas}
+        self._timelines = (self.aggregate.timeline, self.fleet.timeline)
         self._costs: dict[str, PrefillCost] = {}
         self._counters: dict[str, _EngineCounters] = {}
         self._recent = Recent(Sums(), self.started_at)
@@ -144,13 +145,12 @@ class Statistics:
         step = 1 if length <= 60 else 10
         newest = int(now // 60) // step
         points = range(newest - length // step + 1, newest + 1)
-        timelines = (self.aggregate.timeline, self.fleet.timeline)
         return Series.of(
             step * 60,
             (
                 (
                     point * step * 60,
-                    Sums.of(timeline.total(point * step + step - 1, step) for timeline in timelines),
+                    Sums.of(timeline.total(point * step + step - 1, step) for timeline in self._timelines),
                 )
                 for point in points
             ),
@@ -161,17 +161,18 @@ class Statistics:
     def _table(self, now: float, window_minutes: int | None) -> Table:
         if window_minutes is None:
             return merge((self.aggregate.totals, self.fleet.totals))
-        minute = int(now // 60)
-        return merge(
-            timeline.window(minute, window_minutes) for timeline in (self.aggregate.timeline, self.fleet.timeline)
-        )
+        return self._window(int(now // 60), window_minutes)
+
+    def _window(self, last: int, length: int) -> Table:
+        return merge(timeline.window(last, length) for timeline in self._timelines)
 
     def _minute_rows(self, newest: int, count: int, by: Grouping | None) -> list[MinuteRow]:
         rows = []
         for minute in range(newest - count + 1, newest + 1):
-            table = merge(timeline.window(minute, 1) for timeline in (self.aggregate.timeline, self.fleet.timeline))
+            total = Sums.of(timeline.total(minute, 1) for timeline in self._timelines)
+            table = self._window(minute, 1) if by else {}
             groups = {label: figures(sums) for label, sums in group(table, by).items()} if by else None
-            rows.append(MinuteRow.of(minute * 60, Sums.of(table.values()), groups))
+            rows.append(MinuteRow.of(minute * 60, total, groups))
         return rows
 
     def _live_totals(self) -> Sums:

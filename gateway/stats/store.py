@@ -125,14 +125,15 @@ class StatisticsStore:
         if self._embedded is not None:
             try:
                 await self._embedded.start()
-            except ValkeyUnavailable as error:
-                self._enter("off", error.message)
+            except (ValkeyUnavailable, OSError) as error:
+                self._enter("off", str(error))
                 return
             self._client = _client(self._embedded.url)
         assert self._client is not None
         backoff = interval = self._config.flush_interval_s
         while True:
             last_round = self._stopping.is_set()
+            complete = True
             try:
                 complete = await self._exchange(self._client)
             except Exception as error:  # whatever happens here, requests and the next round must not suffer
@@ -142,7 +143,7 @@ class StatisticsStore:
             else:
                 self._enter("ok", self._unreadable)
                 backoff, pause = interval, interval if complete else 0.0
-            if last_round:
+            if last_round and complete:
                 return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
