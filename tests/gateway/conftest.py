@@ -7,11 +7,14 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
+from engine.wire import EngineInfo, Load
 from gateway.prompt import PromptRenderer
+from gateway.replicas.base import ReplicaState
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -48,8 +51,9 @@ TRAINING_TEXT = [
 
 
 def _bpe(specials: list[str], *, byte_level: bool = True) -> tuple[Tokenizer, trainers.BpeTrainer]:
-    tokenizer = Tokenizer(BPE(byte_fallback=not byte_level, unk_token=None))
-    alphabet = pre_tokenizers.ByteLevel.alphabet() if byte_level else []
+    tokenizer = Tokenizer(BPE(unk_token=None))
+    printable = [*map(chr, range(32, 127)), *"\n\t\r\u00a0▁é漢字"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if byte_level else printable
     trainer = trainers.BpeTrainer(
         vocab_size=700, special_tokens=specials, initial_alphabet=alphabet, show_progress=False, min_frequency=2
     )
@@ -125,3 +129,35 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def renderer(model_folder: Callable[[str], Path]) -> Callable[[str], PromptRenderer]:
     """``renderer(kind)``: one renderer per kind for the whole session."""
     return cache(lambda kind: PromptRenderer(model_folder(kind)))
+
+
+class QuietReplica:
+    """A replica that only says what it serves and how busy it is; requests are planned for it, never sent."""
+
+    def __init__(self, id: str, info: EngineInfo) -> None:
+        self.id = id
+        self.state = ReplicaState.READY
+        self.info: EngineInfo | None = info
+        self.load: Load | None = None
+        self.down_reason: str | None = None
+
+
+@pytest.fixture
+def quiet_replica() -> Callable[..., QuietReplica]:
+    """``quiet_replica(id, **info)``: a ready replica with blocks of 16 tokens and room for 4,096."""
+    info = EngineInfo(
+        model="m",
+        root="",
+        fingerprint="weights",
+        boot_id="1",
+        max_model_len=4096,
+        num_blocks=256,
+        block_size=16,
+        dtype="float32",
+        device="cpu",
+        vocab_size=500,
+        eos_token_ids=(),
+        policy="lru",
+        max_batch_tokens=512,
+    )
+    return lambda id="engine-0", **changes: QuietReplica(id, msgspec.structs.replace(info, **changes))
