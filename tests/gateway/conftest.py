@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
+from engine.models.catalog import DEFAULT_MODEL, ensure_model
 from engine.wire import EngineInfo, Load
 from gateway.prompt import PromptRenderer
 from gateway.replicas.base import ReplicaState
@@ -129,6 +130,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def renderer(model_folder: Callable[[str], Path]) -> Callable[[str], PromptRenderer]:
     """``renderer(kind)``: one renderer per kind for the whole session."""
     return cache(lambda kind: PromptRenderer(model_folder(kind)))
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The folder of the default model, fetched and converted when it is not there yet; for tests marked ``model``."""
+    return ensure_model(DEFAULT_MODEL)
 
 
 class QuietReplica:

@@ -80,7 +80,8 @@ def test_a_chat_prompt_in_chatml_has_exactly_the_reference_form(stage: Callable[
         headstart={"template": "clock", "fields": {"date": "Monday"}},
     )
     assert one.renderer.decode(plan.token_ids) == (
-        "<|im_start|>system\nToday is (see metadata).\nAnswer from the documents, and name the one you used.<|im_end|>\n"
+        "<|im_start|>system\nToday is (see metadata).\n"
+        "Answer from the documents, and name the one you used.<|im_end|>\n"
         "<|im_start|>user\n\n[Document d1] One\nFirst.\n\n[Document d2] Two\nSecond."
         "\n\nMetadata: date=Monday\n\nQuestion: What is cached?<|im_end|>\n<|im_start|>assistant\n"
     )

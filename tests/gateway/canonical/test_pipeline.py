@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.canonical.pipeline import CanonicalPrompt, Canonicalizer
+from gateway.canonical.pipeline import Canonicalizer, CanonicalPrompt
 from gateway.canonical.templates import UNREGISTERED, TemplateRegistry
 from gateway.config import CanonicalConfig, TemplateConfig
 from gateway.errors import InvalidRequestError
