@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,18 @@ class Service:
     """A running gateway and a client for it."""
 
     def __init__(
-        self, gateway: Gateway, replicas: list[ScriptedReplica], url: str, http: aiohttp.ClientSession
+        self,
+        gateway: Gateway,
+        replicas: list[ScriptedReplica],
+        url: str,
+        http: aiohttp.ClientSession,
+        server: AsyncExitStack,
     ) -> None:
         self.gateway = gateway
         self.replicas = replicas
         self.url = url
         self.http = http
+        self.stop_server = server.aclose
 
     @property
     def replica(self) -> ScriptedReplica:
@@ -132,8 +138,9 @@ class Bench:
         gateway = Gateway(config, model=MODEL, folder=self.folder, replicas=doubles)
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0)
-        async with serving(gateway) as url, aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-            yield Service(gateway, doubles, url, http)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http, AsyncExitStack() as server:
+            url = await server.enter_async_context(serving(gateway))
+            yield Service(gateway, doubles, url, http, server)
 
     def run(self, scenario: Callable[[Service], Awaitable[None]], config: Config = BASE, **options: Any) -> None:
         async def main() -> None:

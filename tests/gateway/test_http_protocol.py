@@ -1,0 +1,159 @@
+"""Limits on the head of a request, against uvicorn on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+import uvicorn
+
+from gateway import http_protocol
+from gateway.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS, LimitedHttpProtocol
+
+TIMEOUT_S = 20.0
+_GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
+_POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[[], Awaitable[Connection]]
+
+
+async def _echo(scope: Any, receive: Any, send: Any) -> None:
+    size = 0
+    while (message := await receive()).get("more_body"):
+        size += len(message["body"])
+    body = str(size + len(message.get("body", b""))).encode()
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@asynccontextmanager
+async def _server() -> AsyncIterator[Connect]:
+    config = uvicorn.Config(_echo, port=0, http=LimitedHttpProtocol, lifespan="off", log_config=None, access_log=False)
+    server = uvicorn.Server(config)
+    running = asyncio.create_task(server._serve())
+    while not server.started:
+        await asyncio.wait([running], timeout=0.001)
+    port = server.servers[0].sockets[0].getsockname()[1]
+
+    async def connect() -> Connection:
+        return await asyncio.open_connection("127.0.0.1", port)
+
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield connect
+    finally:
+        server.should_exit = True
+        await running
+
+
+async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+    return int(head.split()[1]), await reader.readexactly(length)
+
+
+def _play(scenario: Callable[[Connect], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with _server() as connect:
+            await scenario(connect)
+
+    asyncio.run(main())
+
+
+LONG_HEADS = [
+    _GET + b"a: " + b"x" * 2**20 + b"\r\n\r\n",
+    _GET + b"".join(b"h%d: x\r\n" % i for i in range(10_000)) + b"\r\n",
+    b"GET /" + b"x" * (MAX_HEAD_BYTES + 1) + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("head", LONG_HEADS, ids=["one long header", "ten thousand headers", "long request line"])
+def test_i2_a_head_that_is_too_long_is_cut_off(head: bytes) -> None:
+    async def scenario(connect: Connect) -> None:
+        reader, writer = await connect()
+        writer.write(head)
+        answer = b""
+        with suppress(ConnectionError):  # what was not read resets the connection, maybe before its last words
+            answer = await reader.read()
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
+        writer.close()
+        reader, writer = await connect()
+        writer.write(_GET + b"\r\n")
+        assert (await _answer(reader))[0] == 200
+        writer.close()
+
+    _play(scenario)
+
+
+def test_i2_one_header_too_many_is_refused_in_openais_shape() -> None:
+    async def scenario(connect: Connect) -> None:
+        for count, expected in ((MAX_HEADERS - 1, 200), (MAX_HEADERS, 431)):  # and the host
+            reader, writer = await connect()
+            writer.write(_GET + b"".join(b"h%d: x\r\n" % i for i in range(count)) + b"\r\n")
+            status, body = await _answer(reader)
+            assert status == expected
+            assert status == 200 or json.loads(body)["error"]["type"] == "invalid_request_error"
+            writer.close()
+
+    _play(scenario)
+
+
+def test_i2_a_head_that_grows_for_ever_is_cut() -> None:
+    async def scenario(connect: Connect) -> None:
+        reader, writer = await connect()
+        writer.write(_GET)
+        sent = 0
+        while not reader.at_eof() and sent < 10 * MAX_HEAD_BYTES:
+            writer.write(b"h: " + b"x" * 1000 + b"\r\n")
+            sent += 1005
+            try:
+                await writer.drain()
+            except ConnectionError:
+                break
+            await asyncio.sleep(0)
+        assert sent < 10 * MAX_HEAD_BYTES
+        writer.close()
+
+    _play(scenario)
+
+
+@pytest.mark.parametrize("drip", [b"", _GET, _GET + b"a: b\r\n"])
+def test_i12_a_head_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, drip: bytes) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.05)
+
+    async def scenario(connect: Connect) -> None:
+        reader, writer = await connect()
+        writer.write(drip)
+        answer = await reader.read()
+        assert answer == b"" if not drip else answer.startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+    _play(scenario)
+
+
+def test_bodies_and_further_requests_do_not_count_as_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.3)
+    size = 5 * MAX_HEAD_BYTES
+
+    async def scenario(connect: Connect) -> None:
+        reader, writer = await connect()
+        for _ in range(3):
+            writer.write(_POST + b"content-length: %d\r\n\r\n" % size + b"x" * size)
+            assert await _answer(reader) == (200, str(size).encode())
+        for _ in range(200):
+            writer.write(_GET + b"pad: " + b"x" * 1000 + b"\r\n\r\n")
+            assert (await _answer(reader))[0] == 200
+        # A body may take longer than a head.
+        writer.write(_POST + b"content-length: 2\r\n\r\na")
+        await asyncio.sleep(0.4)
+        writer.write(b"b")
+        assert await _answer(reader) == (200, b"2")
+        writer.close()
+
+    _play(scenario)

@@ -1,0 +1,137 @@
+"""Listening, and stopping: signals, grace, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gateway.config import Config, ServerConfig
+from gateway.errors import ConfigError
+from gateway.server import serving
+from gateway.service import Gateway
+
+TIMEOUT_S = 20.0
+
+SERVER = textwrap.dedent("""
+    import asyncio, sys
+    from pathlib import Path
+    from tokenizers import Tokenizer
+    from gateway.config import Config, RedisConfig, ServerConfig
+    from gateway.logs import configure_logging
+    from gateway.replicas.scripted import ScriptedReplica, scripted_info
+    from gateway.server import serve
+    from gateway.service import Gateway
+
+    configure_logging()
+    folder = Path(sys.argv[1])
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    async def main():
+        replica = ScriptedReplica("engine-0", tokenizer, scripted_info(tokenizer, model="scripted"))
+        config = Config(server=ServerConfig(port=0), redis=RedisConfig(url="redis://127.0.0.1:1/0"))
+        gateway = Gateway(config, model="scripted", folder=folder, replicas=[replica])
+        if sys.argv[2] == "held":
+            replica.hold()
+            gateway.when_draining(replica.let_go)
+        elif sys.argv[2] == "stuck":
+            replica.hold()
+        await serve(gateway, on_listening=lambda url: print(url, flush=True))
+        print("ended", flush=True)
+
+    asyncio.run(main())
+""")
+
+
+async def _start(folder: Path, mode: str) -> tuple[asyncio.subprocess.Process, str, int]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVER, str(folder), mode,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert process.stdout is not None
+    host, port = (await process.stdout.readline()).decode().strip().removeprefix("http://").split(":")
+    return process, host, int(port)
+
+
+async def _ask(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    body = b'{"model":"scripted","prompt":"x","max_tokens":50,"stream":true}'
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    await writer.drain()
+    return reader, writer
+
+
+async def _until_refused(host: str, port: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            _, writer = await asyncio.open_connection(host, port)
+        except ConnectionRefusedError:
+            return
+        writer.close()
+        await asyncio.sleep(0.01)
+    raise AssertionError("new connections are still taken")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_r1_a_signal_lets_streams_end_and_exits_with_0(
+    model_folder: Callable[[str], Path], number: signal.Signals
+) -> None:
+    async def main() -> None:
+        process, host, port = await _start(model_folder("chatml"), "held")
+        streams = [await _ask(host, port) for _ in range(5)]
+        await asyncio.sleep(0)
+        process.send_signal(number)
+        for reader, writer in streams:
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+            assert answer.rstrip().endswith(b"data: [DONE]\n\n\r\n0".strip()), answer[-100:]
+            writer.close()
+        await _until_refused(host, port)
+        assert await process.wait() == 0
+        assert process.stdout is not None
+        assert await process.stdout.read() == b"ended\n"
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+
+
+def test_a_second_signal_ends_at_once(model_folder: Callable[[str], Path]) -> None:
+    async def main() -> None:
+        process, host, port = await _start(model_folder("chatml"), "stuck")
+        _, writer = await _ask(host, port)
+        process.send_signal(signal.SIGINT)
+        await _until_refused(host, port)
+        assert process.returncode is None
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() == 0
+        writer.close()
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+
+
+def test_a_busy_port_is_named(model_folder: Callable[[str], Path]) -> None:
+    async def main(port: int) -> None:
+        config = Config(server=ServerConfig(port=port))
+        gateway = Gateway(config, model="m", folder=model_folder("chatml"), replicas=[])
+        async with serving(gateway):
+            raise AssertionError("two servers on one port")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*--port"):
+            asyncio.run(main(port))
+
+
+def test_a_gateway_open_to_the_network_without_keys_is_not_even_composed(model_folder: Callable[[str], Path]) -> None:
+    config = Config(server=ServerConfig(host="0.0.0.0"))
+    with pytest.raises(ConfigError, match="keys"):
+        Gateway(config, model="m", folder=model_folder("chatml"), replicas=[])
