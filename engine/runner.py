@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from engine.allocator import keep_freed_memory
 from engine.attention.backend import (
     ATTENTION_NAME,
     AttentionBackend,
@@ -64,7 +65,7 @@ class ModelRunner:
             dtype: ``auto``, ``float32`` or ``bfloat16``.
             num_blocks: size of the KV pool.
             block_size: tokens per block.
-            threads: for arithmetic; 0 leaves it to torch. It is a setting of the whole process.
+            threads: for arithmetic; 0 leaves it to torch. Like the allocator's it is a setting of the whole process.
             backend: how attention is computed; the CPU's own by default.
 
         Raises:
@@ -79,6 +80,7 @@ class ModelRunner:
         self.fingerprint = weights_fingerprint(folder)
         self._backend = backend or TorchCpuAttention()
         self._model = load_model(self.info, torch_dtype)
+        keep_freed_memory()
         self._pool = KvPool(self.info.layers, num_blocks, block_size, torch_dtype)
         self._prove()
 
