@@ -9,6 +9,8 @@ const FONT = "11px system-ui, sans-serif";
 // Ten seconds with three requests say little: a hit rate covers the minute before it, a bar half a minute.
 const SMOOTH_S = 60;
 const BAR_S = 30;
+const SHORTEST_S = 5 * 60; // a gateway that has just started is not shown as if seconds were hours
+const TICKS_S = [60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600];
 
 export function HitRateChart({ series, theme }) {
   const data = useMemo(() => {
@@ -122,6 +124,7 @@ const axisSeconds = (value) => (value === 0 ? "0" : value < 1 ? `${+(1000 * valu
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function plotOptions({ width, lines, range, splits, axisFormat, bars, onHover }) {
+  const margin = (bars ?? 0) / 2; // so that the outermost bars are whole
   const axis = {
     stroke: () => color("--muted"),
     font: FONT,
@@ -134,9 +137,9 @@ function plotOptions({ width, lines, range, splits, axisFormat, bars, onHover })
     padding: [8, 18, 0, 0],
     legend: { show: false },
     cursor: { drag: { x: false, y: false }, sync: { key: "time" }, points: bars ? { show: false } : { size: 7 }, y: false },
-    scales: { x: { range: (_, min, max) => [min - (bars ?? 0) / 2, max + (bars ?? 0) / 2] }, y: { range: range ? () => range : (_, __, max) => [0, max > 0 ? max * 1.08 : 1] } },
+    scales: { x: { range: (_, min, max) => [Math.min(min, max - SHORTEST_S) - margin, max + margin] }, y: { range: range ? () => range : (_, __, max) => [0, max > 0 ? max * 1.08 : 1] } },
     axes: [
-      { ...axis, grid: { show: false }, space: 64, size: 28, gap: 8, values: (_, ticks) => ticks.map((tick) => clock.format(tick * 1000)) },
+      { ...axis, grid: { show: false }, space: 64, size: 28, incrs: TICKS_S, gap: 8, values: (_, ticks) => ticks.map((tick) => clock.format(tick * 1000)) },
       { ...axis, size: 52, gap: 6, space: 34, splits: splits && (() => splits), values: (_, ticks) => ticks.map(axisFormat) },
     ],
     series: [
