@@ -51,10 +51,16 @@ class EngineReplica:
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._last_call = 0
         self._connection: EngineConnection | None = None
+        self._process: EngineProcess | None = None
         self._ready_since: float | None = None
         self._changed = asyncio.Event()  # set at each change of state; replaced by whoever waits
         self._life: asyncio.Task[None] | None = None
         self._log = _log.bind(replica=id)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine; None while none of our own runs."""
+        return None if self._process is None else self._process.pid
 
     def observe(self, observer: ReplicaObserver) -> None:
         """Report to ``observer`` from now on."""
@@ -178,11 +184,11 @@ class EngineReplica:
         if isinstance(self._source, Path):
             await self._serve(self._source, None)
             return
-        process = await self._source.launch(self.id)
+        process = self._process = await self._source.launch(self.id)
         try:
             await self._serve(process.socket, process)
         finally:
-            self._connection = None
+            self._connection = self._process = None
             await process.stop()
 
     async def _serve(self, socket: Path, process: EngineProcess | None) -> None:
