@@ -10,9 +10,11 @@ from __future__ import annotations
 import enum
 import unicodedata
 from collections import OrderedDict
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tokenizers import Tokenizer
+
+from cache_policy.keys import token_bytes
 
 __all__ = ["EXAMINED_PATTERNS", "CutRule", "SegmentEncoder", "TooManyTokens", "cut_rule", "is_ink", "refuse_hopeless"]
 
@@ -126,15 +128,15 @@ def _step_rule(step: dict[str, Any]) -> CutRule | None:
 class SegmentEncoder:
     """A tokenizer with a memory of pieces. Owns that memory; belongs to one thread.
 
-    ``capacity`` bounds it in tokens; the longest unused pieces leave first. A token costs about 8 bytes (ids are shared
-    integer objects) plus the text of its piece.
+    ``capacity`` bounds it in tokens; the longest unused pieces leave first. A token costs about 12 bytes (ids
+    are shared integer objects) plus the text of its piece.
     """
 
     def __init__(self, tokenizer: Tokenizer, rule: CutRule, capacity: int) -> None:
         self.rule: Final = rule
         self._tokenizer = tokenizer
         self._capacity = capacity
-        self._pieces: OrderedDict[str, list[int]] = OrderedDict()
+        self._pieces: OrderedDict[str, _Piece] = OrderedDict()
         self._held = 0
         self._shared_ids: dict[int, int] = {}
 
@@ -146,10 +148,14 @@ class SegmentEncoder:
         """
         ids: list[int] = []
         for piece in self.pieces(text):
-            ids += self._piece(piece, limit)
+            ids += self._remember(piece, limit).ids
             if limit is not None and len(ids) > limit:
                 raise TooManyTokens(len(ids))
         return ids
+
+    def encode_to_bytes(self, text: str) -> bytes:
+        """The ids of ``text`` as they are hashed into block keys (``cache_policy.keys.token_bytes``)."""
+        return b"".join([self._remember(piece, None).data for piece in self.pieces(text)])
 
     def pieces(self, text: str) -> list[str]:
         """``text`` cut wherever the rule allows it."""
@@ -172,21 +178,29 @@ class SegmentEncoder:
         pieces.append(text[start:])
         return pieces
 
-    def _piece(self, piece: str, limit: int | None) -> list[int]:
-        ids = self._pieces.get(piece)
-        if ids is not None:
-            self._pieces.move_to_end(piece)
-            return ids
+    def _remember(self, text: str, limit: int | None) -> _Piece:
+        piece = self._pieces.get(text)
+        if piece is not None:
+            self._pieces.move_to_end(text)
+            return piece
         if limit is not None:
-            refuse_hopeless(self._tokenizer, piece, limit)
+            refuse_hopeless(self._tokenizer, text, limit)
         shared = self._shared_ids
-        ids = [shared.setdefault(token, token) for token in self._tokenizer.encode(piece, add_special_tokens=False).ids]
+        ids = [shared.setdefault(token, token) for token in self._tokenizer.encode(text, add_special_tokens=False).ids]
+        piece = _Piece(ids, token_bytes(ids))
         if len(ids) <= self._capacity // 8:
-            self._pieces[piece] = ids
+            self._pieces[text] = piece
             self._held += len(ids) + _PIECE_OVERHEAD
             while self._held > self._capacity:
-                self._held -= len(self._pieces.popitem(last=False)[1]) + _PIECE_OVERHEAD
-        return ids
+                self._held -= len(self._pieces.popitem(last=False)[1].ids) + _PIECE_OVERHEAD
+        return piece
+
+
+class _Piece(NamedTuple):
+    """A tokenized piece: its ids, and the same as bytes."""
+
+    ids: list[int]
+    data: bytes
 
 
 def is_ink(character: str) -> bool:

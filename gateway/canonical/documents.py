@@ -7,6 +7,7 @@ a citation means. Text, title and every further attribute survive byte for byte.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -20,7 +21,7 @@ __all__ = ["Document", "read_documents"]
 _sorted_json = msgspec.json.Encoder(order="sorted")
 
 
-class Document(msgspec.Struct, frozen=True):
+class Document(msgspec.Struct, frozen=True, dict=True):
     """One retrieved document. ``attributes`` are its further keys with their values as text, sorted by key."""
 
     id: str
@@ -28,7 +29,7 @@ class Document(msgspec.Struct, frozen=True):
     text: str
     attributes: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @cached_property
     def block(self) -> str:
         """The document as the model reads it: label and title, one line per attribute, then the text."""
         label = f"[Document {self.id}] {self.title}" if self.title else f"[Document {self.id}]"

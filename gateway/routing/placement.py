@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
-from cache_policy.keys import chain_keys, token_bytes
+from cache_policy.keys import chain_keys
 from gateway.canonical.layout import Layout
 from gateway.canonical.order import by_id, longest_resident_path
 from gateway.config import OrderMode
 from gateway.errors import ContextLengthError
-from gateway.prompt import PromptRenderer
+from gateway.prompt import DocumentTokens, PromptRenderer, PromptText
 from gateway.routing.router import Candidate
 from gateway.segments import TooManyTokens
 
@@ -62,21 +62,14 @@ def place_chat(
         InvalidRequestError: the chat template refuses the messages.
     """
     limit = max(candidate.info.max_model_len for candidate in candidates)
-    prompts: dict[tuple[int, ...], list[int]] = {}
-    placements = []
-    for candidate, order in zip(
-        candidates, _orders(layout, mode, candidates, root_of, renderer, use_cache), strict=True
-    ):
-        token_ids = prompts.get(order.indexes)
-        if token_ids is None:
-            prompt = renderer.render(layout.arrange([layout.documents[index] for index in order.indexes]), layout.tools)
-            try:
-                token_ids = renderer.encode_prompt(prompt, limit - 1)
-            except TooManyTokens as error:
-                raise _too_long(error.at_least, limit, "messages") from None
-            prompts[order.indexes] = token_ids
-        placements.append(_placed(candidate, token_ids, root_of(candidate), order, use_cache=use_cache))
-    return _cheapest(placements)
+    conversation = _Conversation(layout, renderer, limit)
+    orders = _orders(conversation, mode, candidates, root_of, use_cache)
+    return _cheapest(
+        [
+            _placed(candidate, conversation.token_ids(order.indexes), root_of(candidate), order, use_cache=use_cache)
+            for candidate, order in zip(candidates, orders, strict=True)
+        ]
+    )
 
 
 def encode_text(text: str, candidates: Sequence[Candidate], renderer: PromptRenderer) -> list[int]:
@@ -101,34 +94,59 @@ def place_tokens(
     )
 
 
+class _Conversation:
+    """One laid out conversation under one decision: each order of its documents is rendered and tokenized once."""
+
+    def __init__(self, layout: Layout, renderer: PromptRenderer, limit: int) -> None:
+        self.documents: Final = layout.documents
+        self._layout = layout
+        self._renderer = renderer
+        self._limit = limit
+        self._prompts: dict[tuple[int, ...], PromptText] = {}
+        self._token_ids: dict[tuple[int, ...], list[int]] = {}
+
+    def token_ids(self, order: tuple[int, ...]) -> list[int]:
+        token_ids = self._token_ids.get(order)
+        if token_ids is None:
+            try:
+                token_ids = self._renderer.encode_prompt(self._prompt(order), self._limit - 1)
+            except TooManyTokens as error:
+                raise _too_long(error.at_least, self._limit, "messages") from None
+            self._token_ids[order] = token_ids
+        return token_ids
+
+    def document_tokens(self) -> DocumentTokens | None:
+        given = tuple(range(len(self.documents)))
+        return self._renderer.document_tokens(self._prompt(given), [document.block for document in self.documents])
+
+    def _prompt(self, order: tuple[int, ...]) -> PromptText:
+        prompt = self._prompts.get(order)
+        if prompt is None:
+            messages = self._layout.arrange([self.documents[index] for index in order])
+            prompt = self._prompts[order] = self._renderer.render(messages, self._layout.tools)
+        return prompt
+
+
 def _orders(
-    layout: Layout,
-    mode: OrderMode,
-    candidates: Sequence[Candidate],
-    root_of: RootOf,
-    renderer: PromptRenderer,
-    use_cache: bool,
+    conversation: _Conversation, mode: OrderMode, candidates: Sequence[Candidate], root_of: RootOf, use_cache: bool
 ) -> list[_Order]:
     """The order of the documents on each candidate."""
-    documents = layout.documents
+    documents = conversation.documents
     given = tuple(range(len(documents)))
     if not documents:
         return [_Order(given, "none")] * len(candidates)
     if mode == "preserve" or (mode == "cache-aware" and not use_cache):
         return [_Order(given, "preserve")] * len(candidates)
-    if mode == "cache-aware":
-        prompt = renderer.render(layout.arrange(documents), layout.tools)
-        tokens = renderer.document_tokens(prompt, [document.block for document in documents])
-        if tokens is not None:
-            head = token_bytes(tokens.head)
-            blocks = [None if ids is None else token_bytes(ids) for ids in tokens.blocks]
-            found = [
-                longest_resident_path(head, blocks, root_of(candidate), candidate.info.block_size, candidate.resident)
-                for candidate in candidates
-            ]
-            return [_Order(best.order, "cache-aware", best.path) for best in found]
-    # Also where this tokenizer gives a document other ids at another place: no path can be followed then.
-    return [_Order(by_id(documents), "canonical")] * len(candidates)
+    tokens = conversation.document_tokens() if mode == "cache-aware" else None
+    if tokens is None:
+        # Also where this tokenizer gives a document other ids at another place: no path can be followed then.
+        return [_Order(by_id(documents), "canonical")] * len(candidates)
+    orders = []
+    for candidate in candidates:
+        size, root = candidate.info.block_size, root_of(candidate)
+        best = longest_resident_path(tokens.head, tokens.blocks, root, size, candidate.resident)
+        orders.append(_Order(best.order, "cache-aware", best.path))
+    return orders
 
 
 def _placed(candidate: Candidate, token_ids: list[int], root: bytes, order: _Order, *, use_cache: bool) -> Placement:

@@ -25,7 +25,8 @@ CHATML = (
 )
 HEADERS = (
     "{{- bos_token }}{%- for message in messages %}"
-    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+    "{{- message['content'] | trim + '<|eot_id|>' }}"
     "{%- endfor %}{%- if add_generation_prompt %}"
     "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
@@ -111,7 +112,7 @@ _KINDS = {"chatml": _chatml, "headers": _headers, "instructions": _instructions}
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """``model_folder(kind)``: a folder with tokenizer and chat template; kinds ``chatml``, ``headers``, ``instructions``."""
+    """``model_folder(kind)``: tokenizer and chat template; kinds ``chatml``, ``headers``, ``instructions``."""
 
     @cache
     def make(kind: str) -> Path:

@@ -1,4 +1,4 @@
-"""The reference RAG log through the real walk against a replica that forgets nothing, compared with its reference figures."""
+"""The reference RAG log through the real walk, against a replica that forgets nothing: its reference figures hold."""
 
 from __future__ import annotations
 
