@@ -5,7 +5,8 @@ The API sends what comes out; explaining and offline analysis walk the same road
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Final
 
@@ -57,16 +58,17 @@ class RequestPath:
             ReplicaUnavailable: no replica is ready.
         """
         self._check_model(body)
-        canonical = self._canonicalizer.canonicalize(body)
         use_cache = _uses_cache(body)
-        placement = place_chat(
-            canonical.layout,
-            canonical.order,
-            self._router.candidates(),
-            self._root_of(body, caller),
-            self._renderer,
-            use_cache=use_cache,
-        )
+        with _nesting_refused():
+            canonical = self._canonicalizer.canonicalize(body)
+            placement = place_chat(
+                canonical.layout,
+                canonical.order,
+                self._router.candidates(),
+                self._root_of(body, caller),
+                self._renderer,
+                use_cache=use_cache,
+            )
         documents = canonical.layout.documents
         return _plan(
             placement,
@@ -94,8 +96,9 @@ class RequestPath:
     def tokenize_chat(self, body: ChatRequest) -> list[int]:
         """The ids of a chat prompt after canonicalization, documents in the caller's order. Raises as ``plan_chat``."""
         self._check_model(body)
-        layout = self._canonicalizer.canonicalize(body).layout
-        return self._renderer.encode_prompt(self._renderer.render(layout.arrange(layout.documents), layout.tools))
+        with _nesting_refused():
+            layout = self._canonicalizer.canonicalize(body).layout
+            return self._renderer.encode_prompt(self._renderer.render(layout.arrange(layout.documents), layout.tools))
 
     def _check_model(self, body: SamplingFields) -> None:
         if body.model != self._model:
@@ -112,6 +115,15 @@ class RequestPath:
             )
 
         return root
+
+
+@contextmanager
+def _nesting_refused() -> Iterator[None]:
+    """Documents' attributes and tools are JSON of any shape; what is too deep to be written again is the caller's."""
+    try:
+        yield
+    except RecursionError:
+        raise InvalidRequestError("The body is nested too deeply.") from None
 
 
 def _plan(

@@ -243,6 +243,27 @@ def test_a_prompt_goes_only_where_it_fits(
     assert both.chat(documents=documents("a", "b", "c", "d")).replica_id == "engine-1"
 
 
+@pytest.mark.parametrize("depth", [400, 900])
+def test_i4_nesting_that_could_be_read_but_not_written_is_no_fault_of_ours(
+    depth: int, stage: Callable[..., Stage]
+) -> None:
+    nested: Any = 1
+    for _ in range(depth):
+        nested = {"a": nested}
+
+    def outcome(frames: int, **fields: Any) -> str:
+        if frames:
+            return outcome(frames - 1, **fields)
+        try:
+            stage().chat(**fields)
+        except InvalidRequestError as error:
+            return error.message
+        return "planned"
+
+    for fields in ({"documents": [{"text": "T", "x": nested}]}, {"tools": [{"function": {"name": "f", "x": nested}}]}):
+        assert outcome(400, **fields) in ("planned", "The body is nested too deeply.")
+
+
 def test_another_model_is_not_found(stage: Callable[..., Stage]) -> None:
     for refused in (lambda: stage().chat(model="gpt"), lambda: stage().complete("x", model="gpt")):
         with pytest.raises(ModelNotFoundError) as caught:
