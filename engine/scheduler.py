@@ -70,28 +70,24 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """Decide the next step; empty only when nothing is running or waiting."""
         step = _Step(self._max_batch_tokens)
-        preempted = self._schedule_decodes(step)
-        prefills = deque(sequence for sequence in self.running if not sequence.decoding)
-        # What a preemption has freed is for the running ones to grow into.
-        admitting = not preempted
+        self._schedule_decodes(step)
+        prefills = [sequence for sequence in self.running if not sequence.decoding]
         if prefills and prefills[0].remaining > step.budget:
-            self._schedule_short(step, prefills, admitting)
+            self._schedule_short(step, prefills)
         for sequence in prefills:
             step.add(sequence)
-        while admitting and step.budget and (admitted := self._admit_next()) is not None:
+        while step.budget and (admitted := self._admit_next()) is not None:
             step.add(admitted)
         return step.scheduled
 
-    def _schedule_decodes(self, step: _Step) -> bool:
-        """Schedule every decode, oldest first; return whether room had to be made by preempting."""
-        before = self.preemptions
+    def _schedule_decodes(self, step: _Step) -> None:
+        """Schedule every decode, oldest first."""
         at = 0
         while at < len(self.running):  # preempting shortens the list from its end
             sequence = self.running[at]
             at += 1
             if sequence.decoding and step.budget and self._make_room(sequence):
                 step.add(sequence)
-        return self.preemptions > before
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Give the sequence a block for its newest token; False when it had to be preempted itself."""
@@ -109,15 +105,15 @@ class Scheduler:
             else:
                 return True
 
-    def _schedule_short(self, step: _Step, prefills: deque[Sequence], admitting: bool) -> None:
+    def _schedule_short(self, step: _Step, prefills: list[Sequence]) -> None:
         """Let short prompts overtake a prefill that would take the whole step, within their part of it."""
         budget = min(self._short, step.budget)
-        for sequence in [*prefills][1:]:
+        for sequence in prefills[1:]:
             if sequence.remaining <= budget:
                 budget -= sequence.remaining
                 prefills.remove(sequence)
                 step.add(sequence)
-        while admitting and self.waiting:
+        while self.waiting:
             head = self.waiting[0].table
             if len(head.tokens) - self._blocks.lookup(head) > budget or (admitted := self._admit_next()) is None:
                 break
@@ -130,7 +126,7 @@ class Scheduler:
             return None
         sequence = self.waiting[0]
         try:
-            # A block for each running sequence stays, or admitting one would soon preempt it again.
+            # A block for each running sequence stays: they would soon preempt what was admitted without.
             cached = self._blocks.allocate(sequence.table, headroom=len(self.running))
         except NoSpaceError:
             return None

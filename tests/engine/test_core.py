@@ -345,6 +345,14 @@ def test_m2_a_waiting_request_is_counted_once_when_it_is_admitted() -> None:
     assert answer.tokens == expected(prompt, 4)
 
 
+def test_nothing_is_admitted_that_would_be_preempted_at_once() -> None:
+    engine = Engine(8)
+    first, second = (engine.submit(noise(i, 64), 60) for i in range(2))
+    engine.run()
+    assert engine.core.load().preemptions == 0
+    assert (first.first_step, second.first_step) == (1, 61)
+
+
 def test_at_most_max_running_sequences_run() -> None:
     engine = Engine(max_running=3)
     for i in range(9):

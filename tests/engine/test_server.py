@@ -41,6 +41,7 @@ from engine.wire import (
 VOCABULARY = 500
 ROOT = b"namespace-number"
 DEADLINE = 20.0
+ENDLESS = 30_000  # tokens: the scripted runner would need many minutes
 
 
 class NoText:
@@ -120,8 +121,8 @@ def path() -> Iterator[Path]:
 
 
 def make_core(runner: type[ScriptedRunner] = ScriptedRunner) -> EngineCore:
-    info = EngineInfo("m", "", "f", "boot", 1024, 64, 16, "none", "cpu", VOCABULARY, (), "lru", 128)
-    return EngineCore(runner(64, 16, vocab_size=VOCABULARY), info, detokenizer=lambda stop: NoText())
+    info = EngineInfo("m", "", "f", "boot", 32_768, 2048, 16, "none", "cpu", VOCABULARY, (), "lru", 128)
+    return EngineCore(runner(2048, 16, vocab_size=VOCABULARY), info, detokenizer=lambda stop: NoText())
 
 
 def serving(
@@ -233,7 +234,7 @@ def test_g1_a_closed_connection_aborts_its_requests(path: Path) -> None:
             for _ in range(5):
                 leaves = await connect()
                 await leaves.greeting()
-                leaves.send(submit(1, list(range(200)), 800))
+                leaves.send(submit(1, list(range(200)), ENDLESS))
                 async for output in leaves.outputs():
                     assert output.token_ids
                     break
@@ -246,7 +247,7 @@ def test_g1_a_closed_connection_aborts_its_requests(path: Path) -> None:
 
 async def ask_forever(connection: socket.socket) -> None:
     """Have the engine answer all the time, and read nothing of it."""
-    questions = frame(submit(1, [1], 900))
+    questions = frame(submit(1, [1], ENDLESS))
     while True:
         await asyncio.get_running_loop().sock_sendall(connection, questions)
         questions = frame(Call(1, "stats")) * 100
@@ -275,7 +276,7 @@ def test_r4_a_reader_that_stops_is_cut_and_holds_up_nobody(path: Path) -> None:
         frame(Abort((1,)))[:-2] + b"zz",
         (MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
         frame(Reply(1)),
-        frame(submit(1, [1], 900)) * 2,
+        frame(submit(1, [1], ENDLESS)) * 2,
     ],
     ids=["no-msgpack", "torn", "too-long", "wrong-direction", "id-in-use"],
 )
@@ -313,7 +314,7 @@ def test_a_shutdown_call_is_answered_and_ends_the_server(path: Path) -> None:
         task = asyncio.create_task(EngineServer(make_core(), listening(path)).serve())
         client = Client(*await asyncio.open_unix_connection(path))
         await client.greeting()
-        client.send(submit(1, [1], 1000))
+        client.send(submit(1, [1], ENDLESS))
         assert (await client.call(5, "shutdown")).error is None
         await asyncio.wait_for(task, DEADLINE)
         with pytest.raises(asyncio.IncompleteReadError):
