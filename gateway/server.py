@@ -7,10 +7,11 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, Final, TypeVar
 
 import uvicorn
+from uvicorn.loops.auto import auto_loop_factory
 
 from gateway.app import create_app
 from gateway.config import ServerConfig
@@ -19,10 +20,18 @@ from gateway.errors import ConfigError
 from gateway.http_protocol import LimitedHttpProtocol
 from gateway.service import Gateway
 
-__all__ = ["serve", "serving"]
+__all__ = ["run", "serve", "serving"]
+
+_T = TypeVar("_T")
 
 _BACKLOG: Final = 1024
 _KEEP_ALIVE_S: Final = 75
+
+
+def run(main: Coroutine[Any, Any, _T]) -> _T:
+    """``asyncio.run`` on the fastest event loop there is here: uvloop's, where it is installed."""
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        return runner.run(main)
 
 
 async def serve(gateway: Gateway, *, on_listening: Callable[[str], None] | None = None) -> None:

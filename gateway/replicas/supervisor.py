@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +22,7 @@ import structlog
 import engine
 from gateway.config import EngineConfig
 from gateway.errors import ConfigError
+from gateway.socket_folder import NoSocketFolder, make_socket_folder
 
 __all__ = ["EngineLauncher", "EngineProcess", "RestartDelay", "engine_command", "require_engine_packages"]
 
@@ -32,7 +33,6 @@ _STOP_TIMEOUT_S: Final = 10.0
 _LAST_WORDS: Final = 20
 _MAX_LINE_BYTES: Final = 4096
 _ENGINE_PACKAGES: Final = ("torch", "transformers")
-_MAX_SOCKET_PATH: Final = 100  # the kernel's limit is 108 bytes on Linux, 104 on macOS
 
 _log = structlog.get_logger("headstart.engine")
 
@@ -131,15 +131,18 @@ class EngineLauncher:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
         self._lives = 0
 
     async def launch(self, replica_id: str) -> EngineProcess:
-        """Start a process; it serves on its ``socket`` some seconds later. Raises ``OSError``."""
+        """Start a process; it serves on its ``socket`` some seconds later. Raises ``OSError``, ``ConfigError``."""
         if self._folder is None:
-            self._folder = _private_folder()
+            try:
+                self._folder = make_socket_folder("engine")
+            except NoSocketFolder as error:
+                raise ConfigError(str(error)) from error
         self._lives += 1
-        socket = Path(self._folder.name) / f"{self._lives}.sock"
+        socket = self._folder / f"{self._lives}.sock"
         process = await asyncio.create_subprocess_exec(
             *self._command, "--parent-death", "--socket", str(socket),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
@@ -151,7 +154,7 @@ class EngineLauncher:
     def close(self) -> None:
         """Remove the directory."""
         if self._folder is not None:
-            self._folder.cleanup()
+            shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
 
@@ -191,13 +194,3 @@ def _status_in_words(status: int) -> str:
     except ValueError:
         name = str(-status)
     return f"signal {name}" + (" (out of memory?)" if -status == signal.SIGKILL else "")
-
-
-def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    """A new directory (mode 0700) whose path is short enough for a socket."""
-    for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):  # noqa: S108
-        if not parent or not os.access(parent, os.W_OK | os.X_OK):
-            continue
-        if len(os.fsencode(parent)) + len("/headstart-engine-xxxxxxxx/1000.sock") <= _MAX_SOCKET_PATH:
-            return tempfile.TemporaryDirectory(prefix="headstart-engine-", dir=parent, ignore_cleanup_errors=True)
-    raise ConfigError("No writable directory with a short path for the engine's socket: set TMPDIR to one.")

@@ -22,13 +22,13 @@ from gateway.service import Gateway
 TIMEOUT_S = 20.0
 
 SERVER = textwrap.dedent("""
-    import asyncio, sys
+    import sys
     from pathlib import Path
     from tokenizers import Tokenizer
     from gateway.config import Config, RedisConfig, ServerConfig
     from gateway.logs import configure_logging
     from gateway.replicas.scripted import ScriptedReplica, scripted_info
-    from gateway.server import serve
+    from gateway.server import run, serve
     from gateway.service import Gateway
 
     configure_logging()
@@ -47,7 +47,7 @@ SERVER = textwrap.dedent("""
         await serve(gateway, on_listening=lambda url: print(url, flush=True))
         print("ended", flush=True)
 
-    asyncio.run(main())
+    run(main())
 """)
 
 

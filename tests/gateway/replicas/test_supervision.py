@@ -65,7 +65,7 @@ def test_nothing_is_left_behind_by_a_stop() -> None:
         await replica.wait_ready(TIMEOUT_S)
         assert replica.info is not None
         pid = int(replica.info.boot_id)
-        folder = Path(launcher._folder.name) if launcher._folder else None
+        folder = launcher._folder
         assert folder is not None
         assert folder.stat().st_mode & 0o777 == 0o700
         await replica.stop(0)
