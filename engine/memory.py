@@ -9,7 +9,7 @@ from typing import Final
 
 from engine.errors import WorkerError
 
-__all__ = ["MAX_AUTO_BLOCKS", "MIN_POOL_TOKENS", "available_bytes", "pool_blocks"]
+__all__ = ["MAX_AUTO_BLOCKS", "MEMORY_SHARE", "MIN_POOL_TOKENS", "available_bytes", "pool_blocks"]
 
 MAX_AUTO_BLOCKS: Final = 4096
 """A pool sized by itself has no more blocks."""
@@ -17,13 +17,17 @@ MAX_AUTO_BLOCKS: Final = 4096
 MIN_POOL_TOKENS: Final = 512
 """A pool sized by itself holds at least one request of this many tokens, or the engine does not start."""
 
-_SHARE: Final = 0.4  # of the free memory; the rest is for activations, the gateway and everyone else
+MEMORY_SHARE: Final = 0.4
+"""A pool sized by itself takes this much of the free memory; the rest is for activations, the gateway and all else."""
 
 
-def pool_blocks(requested: int, *, available: int, bytes_per_block: int, block_size: int) -> int:
+def pool_blocks(
+    requested: int, *, available: int, bytes_per_block: int, block_size: int, share: float = MEMORY_SHARE
+) -> int:
     """The number of blocks to make: ``requested``, or by free memory when that is 0.
 
-    ``available`` is what is free after the weights are loaded, in bytes; ``block_size`` is in tokens.
+    ``available`` is what is free after the weights are loaded, in bytes, and ``share`` the part of it that a pool
+    sized by itself may take; ``block_size`` is in tokens.
 
     Raises:
         WorkerError: that many, or the least useful number, does not fit.
@@ -37,11 +41,11 @@ def pool_blocks(requested: int, *, available: int, bytes_per_block: int, block_s
             )
         return requested
     least = -(-MIN_POOL_TOKENS // block_size)
-    blocks = min(MAX_AUTO_BLOCKS, int(available * _SHARE) // bytes_per_block)
+    blocks = min(MAX_AUTO_BLOCKS, int(available * share) // bytes_per_block)
     if blocks < least:
         raise WorkerError(
             f"too little memory: {_mib(available)} are free, and a KV pool for {MIN_POOL_TOKENS} tokens "
-            f"needs {_mib(int(least * bytes_per_block / _SHARE))}"
+            f"needs {_mib(int(least * bytes_per_block / share))}"
         )
     return blocks
 

@@ -23,7 +23,8 @@ from cache_policy.policy import POLICY_NAMES
 from engine.core import EngineCore
 from engine.detokenize import IncrementalDetokenizer
 from engine.errors import EngineError
-from engine.memory import available_bytes, pool_blocks
+from engine.memory import MEMORY_SHARE, available_bytes, pool_blocks
+from engine.models.catalog import check_model_folder, weight_files
 from engine.parent import die_with_parent
 from engine.server import EngineServer, bind_unix_socket
 from engine.wire import EngineInfo
@@ -65,8 +66,8 @@ async def serve(server: EngineServer) -> None:
 
 def _load(options: argparse.Namespace) -> EngineCore:
     """The engine with its weights in memory, warmed up and timed."""
-    # Imported late: --help and wrong arguments need no torch.
-    from engine.models.catalog import weight_files
+    check_model_folder(options.model)
+    # Imported late: what is wrong before here is said without waiting for torch.
     from engine.models.loading import kv_bytes_per_block, read_model_info, resolve_dtype
     from engine.runner import ModelRunner
 
@@ -78,6 +79,7 @@ def _load(options: argparse.Namespace) -> EngineCore:
         available=max(0, available_bytes() - weights),
         bytes_per_block=bytes_per_block,
         block_size=options.block_size,
+        share=options.memory_share,
     )
     runner = ModelRunner(
         options.model,
@@ -133,6 +135,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--served-name", required=True, help="the model's name for clients")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of weights and KV (default: auto)")
     add("--kv-blocks", type=_count(0), default=0, help="size of the KV pool; 0: by free memory (default)")
+    add(
+        "--memory-share",
+        type=float,
+        default=MEMORY_SHARE,
+        help=f"part of the free memory that a pool sized by itself takes (default: {MEMORY_SHARE})",
+    )
     add("--block-size", type=_count(1), default=16, help="tokens per block (default: 16)")
     add("--policy", choices=POLICY_NAMES, default=POLICY_NAMES[0], help="who leaves the cache first (default: lru)")
     add("--max-batch-tokens", type=_count(1), default=512, help="tokens computed per step (default: 512)")

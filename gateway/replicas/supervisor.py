@@ -20,6 +20,7 @@ from typing import Final
 import structlog
 
 import engine
+from engine.memory import MEMORY_SHARE
 from gateway.config import EngineConfig
 from gateway.errors import ConfigError
 from gateway.socket_folder import NoSocketFolder, make_socket_folder
@@ -48,13 +49,14 @@ def require_engine_packages() -> None:
 
 
 def engine_command(config: EngineConfig, folder: Path, served_name: str) -> list[str]:
-    """The command line of one engine but for its socket. Cores are shared out among ``config.engines``."""
+    """The command line of one engine but for its socket. Cores and memory are shared among ``config.engines``."""
     threads = config.threads or max(1, _usable_cores() // max(1, config.engines))
     options = {
         "model": folder,
         "served-name": served_name,
         "dtype": config.dtype,
         "kv-blocks": config.kv_blocks,
+        "memory-share": round(MEMORY_SHARE / max(1, config.engines), 4),
         "block-size": config.block_size,
         "policy": config.policy,
         "max-batch-tokens": config.max_batch_tokens,

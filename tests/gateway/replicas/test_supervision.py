@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.memory import MEMORY_SHARE
 from gateway.config import EngineConfig
 from gateway.errors import ConfigError, ReplicaUnavailable
 from gateway.replicas import supervisor
@@ -116,12 +117,13 @@ def test_a_peer_that_breaks_the_protocol_is_left(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_the_command_shares_the_cores_among_the_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_shares_cores_and_memory_among_the_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(supervisor, "_usable_cores", lambda: 8)
     command = engine_command(EngineConfig(engines=2, kv_blocks=100), tmp_path, "m")
     options = dict(zip(command[4::2], command[5::2], strict=True))
     assert command[:4] == [sys.executable, "-P", "-m", "engine.worker"]
     assert (options["--threads"], options["--kv-blocks"], options["--model"]) == ("4", "100", str(tmp_path))
+    assert float(options["--memory-share"]) == MEMORY_SHARE / 2
 
 
 def test_a_python_without_the_engine_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
