@@ -23,8 +23,12 @@ __all__ = ["headstart", "main", "run"]
 
 SUCCESS, FAILURE, INTERRUPTED = 0, 1, 130
 
+click.rich_click.TEXT_MARKUP = "markdown"
+click.rich_click.PADDING_HELPTEXT_FIRST_LINE = (0, 1, 1, 1)
+click.rich_click.MAX_WIDTH = 110
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "--version", prog_name="headstart")
 def headstart() -> None:
     """A prefix-caching RAG gateway: the OpenAI API in front, a paged KV cache behind.
@@ -44,7 +48,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     Errors that the user can act on become one line on stderr; anything else is a fault of ours and keeps its traceback.
     """
     try:
-        code = headstart.main(args=None if arguments is None else list(arguments), standalone_mode=False)
+        code = headstart.main(
+            args=None if arguments is None else list(arguments), prog_name="headstart", standalone_mode=False
+        )
     except click.ClickException as error:
         error.show()
         return FAILURE

@@ -61,8 +61,9 @@ def pass_figures(outcomes: Sequence[Outcome], *, prefill_s: float, saved_prefill
 def table(report: Report) -> Table:
     """Both passes side by side."""
     rows = Table(title=f"{report.model}, {report.as_is.requests} requests a pass", title_justify="left")
-    for heading in ("", "token hit rate", "TTFT p50", "TTFT p95", "prefill spent", "prefill saved", "failed"):
-        rows.add_column(heading, justify="left" if not heading else "right")
+    rows.add_column("", no_wrap=True)
+    for heading in ("token\nhit rate", "TTFT\np50", "TTFT\np95", "prefill\nspent", "prefill\nsaved", "failed"):
+        rows.add_column(heading, justify="right", no_wrap=True)
     for name, figures in (("as written", report.as_is), ("canonicalized", report.canonical)):
         rows.add_row(
             name,

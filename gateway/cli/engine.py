@@ -1,0 +1,42 @@
+"""``headstart engine``: one engine alone, for gateways that connect to its socket."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import rich_click as click
+
+from gateway.cli.options import engine_options
+from gateway.cli.terminal import fetch_model
+
+__all__ = ["engine"]
+
+
+@click.command()
+@click.argument("address", metavar="unix:PATH")
+@engine_options()
+@click.option("--served-name", metavar="NAME", help="The model name that clients use.  [default: the model's name]")
+@click.option("--max-batch-tokens", type=click.IntRange(min=1), help="Tokens of one step.  [default: 512]")
+@click.option("--max-running", type=click.IntRange(min=1), help="Requests computed side by side.  [default: 32]")
+@click.option("--threads", type=click.IntRange(min=0), help="Cores to compute on.  [default: all]")
+def engine(address: str, **options: str | int | None) -> None:
+    """Run one engine on a unix socket, without a gateway.
+
+    The process serves the protocol of `engine.wire` on PATH until it is told to stop; a gateway (or a test) connects
+    to it. `headstart serve` starts its own engines by itself and does not need this.
+    """
+    from gateway.configuration import load_config, served_model_name
+    from gateway.replicas.supervisor import engine_command, require_engine_packages
+
+    scheme, _, path = address.partition(":")
+    if scheme != "unix" or not path:
+        raise click.UsageError(f"{address!r} is no address: give unix:PATH.")
+    require_engine_packages()
+    overrides = {f"engine.{name}": value for name, value in options.items()}
+    config = load_config(None, os.environ, overrides).engine
+    folder = fetch_model(config.model)
+    command = engine_command(config, folder, served_model_name(config))
+    command += ["--socket", str(Path(path).absolute())]
+    # It takes this process's place, so that signals and the exit code are its own.
+    os.execv(command[0], command)  # noqa: S606 - our own interpreter and arguments

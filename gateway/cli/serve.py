@@ -1,0 +1,98 @@
+"""``headstart serve``: the gateway with its engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import rich_click as click
+
+from gateway.cli.options import engine_options
+from gateway.cli.terminal import fetch_model
+from gateway.config import OrderMode
+from gateway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gateway.service import Gateway
+
+__all__ = ["serve"]
+
+_START_TIMEOUT_S = 600.0
+
+
+@click.command()
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="A headstart.toml: templates, API keys and everything below; options win over it.",
+)
+@engine_options()
+@click.option("--engines", type=click.IntRange(1, 64), metavar="N", help="Engine processes to run.  [default: 1]")
+@click.option(
+    "--order",
+    type=click.Choice(get_args(OrderMode)),
+    help="Order of structured documents in the prompt.  [default: cache-aware]",
+)
+@click.option("--redis", metavar="URL", help="Keep statistics there.  [default: a private Valkey server is started]")
+@click.option(
+    "--host",
+    metavar="ADDRESS",
+    help="Address to listen on; wider than loopback needs API keys.  [default: 127.0.0.1]",
+)
+@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free one.  [default: 8000]")
+def serve(config: Path | None, **options: str | int | None) -> None:
+    """Serve a model through the OpenAI API.
+
+    The default model is fetched on the first start. The dashboard is at `/dashboard`. Every setting can also come
+    from the file given with `--config` or from the environment (`HEADSTART__SERVER__PORT=9000`). SIGINT or SIGTERM
+    lets running answers end; a second one does not.
+    """
+    from gateway.configuration import load_config
+    from gateway.logs import configure_logging
+    from gateway.service import local_gateway
+
+    settings = load_config(config, os.environ, {_SETTING[name]: value for name, value in options.items()})
+    if settings.engine.engines == 0:
+        raise ConfigError("engine.engines is 0: this version has no other replicas, so nothing could answer.")
+    configure_logging(settings.server.log_level)
+    asyncio.run(_serve(local_gateway(settings, fetch_model(settings.engine.model))))
+
+
+_SETTING = {
+    "model": "engine.model",
+    "dtype": "engine.dtype",
+    "kv_blocks": "engine.kv_blocks",
+    "block_size": "engine.block_size",
+    "policy": "engine.policy",
+    "engines": "engine.engines",
+    "order": "canonical.order",
+    "redis": "redis.url",
+    "host": "server.host",
+    "port": "server.port",
+}
+
+
+async def _serve(gateway: Gateway) -> None:
+    """Serve until a signal. Raises ``ReplicaUnavailable`` when no engine comes up at its first try."""
+    import structlog
+
+    from gateway.server import serve as serve_http
+
+    log = structlog.get_logger("headstart.serve")
+
+    def announce(url: str) -> None:
+        log.info("listening", api=f"{url}/v1", dashboard=f"{url}/dashboard")
+
+    http = asyncio.create_task(serve_http(gateway, on_listening=announce), name="serve")
+    first_start = asyncio.create_task(gateway.wait_ready(_START_TIMEOUT_S), name="first-start")
+    await asyncio.wait([http, first_start], return_when=asyncio.FIRST_COMPLETED)
+    if first_start.done() and first_start.exception() is not None and gateway.ready_replicas == 0:
+        # Trying on would only hide the reason, most often a model that cannot be served.
+        http.cancel()
+        await asyncio.wait([http])
+        await first_start
+    first_start.cancel()
+    await http
