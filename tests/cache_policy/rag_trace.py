@@ -1,0 +1,57 @@
+"""Key traces made from the RAG request log, in the prompt form of the reference measurements."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+__all__ = ["rag_trace_lines"]
+
+_VOLATILE = ("now", "user", "trace_id")
+
+
+def rag_trace_lines(folder: Path, tokenizer_file: Path, *, documents: int = 5, hoist: bool, block_size: int = 16):
+    """Yield one JSON line per request: its tokens and the ids of its full blocks, equal where all before is equal.
+
+    ``folder`` is ``rag_xquad_en``. With ``hoist`` the volatile fields stand in one line before the question.
+    """
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    tokens_of: dict[str, list[int]] = {}
+
+    def encode(segment: str) -> list[int]:
+        ids = tokens_of.get(segment)
+        if ids is None:
+            ids = tokens_of[segment] = tokenizer.encode(segment, add_special_tokens=False).ids
+        return ids
+
+    corpus = {}
+    for line in (folder / "corpus.jsonl").read_text().splitlines():
+        document = json.loads(line)
+        corpus[document["doc_id"]] = f"\n\n[Document {document['doc_id']}] {document['title']}\n{document['text']}"
+    templates = json.loads((folder / "templates.json").read_text())
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    with gzip.open(folder / "requests.jsonl.gz", "rt") as requests:
+        for line in requests:
+            request = json.loads(line)
+            volatile = request["volatile"]
+            template = templates[request["template_id"]]
+            metadata = ""
+            if hoist:
+                metadata = "\n\nMetadata: now={now}; user={user}; trace={trace_id}".format_map(volatile)
+                volatile = dict.fromkeys(volatile, "(see metadata)")
+            for field in _VOLATILE:
+                template = template.replace("{" + field + "}", volatile[field])
+            # Every segment begins with its separator, so that segments tokenize as the whole does.
+            ids = list(encode(f"<|im_start|>system\n{template}<|im_end|>\n<|im_start|>user"))
+            for name in request["doc_ids"][:documents]:
+                ids += encode(corpus[name])
+            ids += encode(f"{metadata}\n\nQuestion: {request['query']}<|im_end|>\n<|im_start|>assistant\n")
+            parent, blocks = -1, []
+            for start in range(0, len(ids) - block_size + 1, block_size):
+                content = (parent, tuple(ids[start : start + block_size]))
+                parent = numbers.setdefault(content, len(numbers))
+                blocks.append(parent)
+            yield json.dumps({"input_length": len(ids), "hash_ids": blocks})
