@@ -221,24 +221,26 @@ class BlockManager:
             return
         data = token_bytes(table.tokens[done * self.block_size : full * self.block_size])
         stride = self.block_size * _TOKEN_BYTES
-        parent = table.keys[-1] if done else table.root
-        for start in range(0, len(data), stride):
-            content = data[start : start + stride]
-            parent = self._hash(parent, content)
-            table.keys.append(parent)
-            table.contents.append(content)
+        contents = [data[start : start + stride] for start in range(0, len(data), stride)]
+        block_hash, keys = self._hash, table.keys
+        parent = keys[-1] if done else table.root
+        for content in contents:
+            parent = block_hash(parent, content)
+            keys.append(parent)
+        table.contents += contents
 
     def _match(self, table: BlockTable) -> tuple[list[Block], bool]:
         """The longest run of resident blocks from the start, and whether a colliding key ended it."""
         self._hash_full_blocks(table)
         hits: list[Block] = []
         parent: Block | None = None
+        root, find = table.root, self._pool.find
         limit = (len(table.tokens) - 1) // self.block_size
-        for i, key in enumerate(table.keys[:limit]):
-            block = self._pool.find(key)
+        for key, content in zip(table.keys[:limit], table.contents, strict=False):
+            block = find(key)
             if block is None:
                 break
-            if not block.holds(table.contents[i], parent, table.root):
+            if not block.holds(content, parent, root):
                 return hits, True
             hits.append(block)
             parent = block
