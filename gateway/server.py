@@ -110,7 +110,6 @@ async def _listening(gateway: Gateway, *, handle_signals: bool) -> AsyncIterator
         log_config=None,
         access_log=False,
         server_header=False,
-        date_header=False,
         proxy_headers=False,  # who calls is who connects: the operator's routes depend on it
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(settings.drain_grace_s)),

@@ -65,7 +65,7 @@ def _answer(name: str, request: Request[Any, Any, State]) -> Response[bytes]:
     headers = {**_HEADERS, "etag": file.etag}
     if request.headers.get("if-none-match") == file.etag:
         return Response(b"", status_code=304, headers=headers, media_type=file.media_type)
-    return Response(file.body, headers=headers, media_type=f"{file.media_type}; charset=utf-8")
+    return Response(file.body, headers=headers, media_type=file.media_type)
 
 
 @get("/dashboard", include_in_schema=False, sync_to_thread=False)

@@ -22,7 +22,7 @@ from gateway.stats.sums import BUCKETS_PER_DOUBLING, Labels, Sums, bucket_bound
 
 __all__ = ["CONTENT_TYPE", "render"]
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE = "text/plain; version=0.0.4"
 
 _LABELS = ("template", "tenant", "replica")
 _COUNTERS = (
