@@ -22,6 +22,7 @@ __all__ = ["EngineReplica"]
 
 _CONNECT_INTERVAL_S: Final = 0.05
 _START_TIMEOUT_S: Final = 600.0  # weights on a slow disk; a process that hangs is ended after it
+_GREETING_TIMEOUT_S: Final = 30.0  # an engine greets as soon as it has computed the step it is at
 _LAST_WORDS_TIMEOUT_S: Final = 0.5
 
 _log = structlog.get_logger("headstart.replica")
@@ -197,7 +198,7 @@ class EngineReplica:
             connection = await self._connect(socket, ended)
             self._connection = connection
             try:
-                reason = await connection.closed
+                reason = await self._until_closed(connection)
             finally:
                 connection.close()
             if ended is not None:
@@ -208,6 +209,13 @@ class EngineReplica:
         finally:
             if ended is not None:
                 ended.cancel()
+
+    async def _until_closed(self, connection: EngineConnection) -> str:
+        """Return when the connection has ended, with the reason; one on which no engine introduces itself is one."""
+        await asyncio.wait([connection.closed], timeout=_GREETING_TIMEOUT_S)
+        if self.state is ReplicaState.STARTING and not connection.closed.done():
+            return f"what answers there did not introduce itself within {_GREETING_TIMEOUT_S:.0f} s"
+        return await connection.closed
 
     async def _connect(self, socket: Path, ended: asyncio.Task[str] | None) -> EngineConnection:
         """Try until the engine listens; a process that ends before that ends the trying."""

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from gateway.config import Config, LimitsConfig, RedisConfig, ServerConfig
 from gateway.replicas.scripted import ScriptedReplica, scripted_info
-from gateway.server import serving
+from gateway.server import run, serving
 from gateway.service import Gateway
 
 TIMEOUT_S = 30.0
@@ -147,7 +147,7 @@ class Bench:
             async with asyncio.timeout(2 * TIMEOUT_S), self.service(config, **options) as service:
                 await scenario(service)
 
-        asyncio.run(main())
+        run(main())
 
 
 @pytest.fixture(scope="session")

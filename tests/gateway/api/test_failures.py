@@ -13,6 +13,7 @@ from engine.batch import Batch
 from engine.scripted import ScriptedRunner
 from gateway.config import LimitsConfig, ServerConfig
 from gateway.replicas.base import ReplicaState
+from gateway.server import run
 
 from .conftest import BASE, MODEL, Answer, Bench, Service, until, with_limits
 
@@ -221,7 +222,7 @@ def test_r1_what_runs_when_the_server_stops_comes_to_its_end(bench: Bench) -> No
         assert service.replica.state is ReplicaState.STOPPED
         assert service.stats().totals.requests == 8
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_what_outlives_the_grace_ends_with_an_error_event(bench: Bench) -> None:
@@ -237,7 +238,7 @@ def test_what_outlives_the_grace_ends_with_an_error_event(bench: Bench) -> None:
             await service.stop_server()
             assert _last_event(await reading)["error"]["code"] == "overloaded"
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_reset_during_a_stream_says_what_it_could_not_drop(bench: Bench) -> None:

@@ -22,6 +22,7 @@ from gateway.replicas.base import GenerationRequest, Replica, ReplicaState
 from gateway.replicas.engine import EngineReplica
 from gateway.replicas.scripted import ScriptedReplica, scripted_info
 from gateway.replicas.supervisor import EngineLauncher
+from gateway.server import run as run_on_our_loop
 
 WORKER = [sys.executable, str(Path(__file__).with_name("scripted_worker.py"))]
 ROOT = bytes(16)
@@ -122,7 +123,7 @@ def run(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Callable[[Scena
             async with bench(request.param, tokenizer) as under_test, asyncio.timeout(TIMEOUT_S):
                 await scenario(under_test)
 
-        asyncio.run(main())
+        run_on_our_loop(main())
 
     return run_scenario
 

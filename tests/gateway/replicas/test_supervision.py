@@ -14,7 +14,7 @@ import pytest
 from engine.memory import MEMORY_SHARE
 from gateway.config import EngineConfig
 from gateway.errors import ConfigError, ReplicaUnavailable
-from gateway.replicas import supervisor
+from gateway.replicas import engine, supervisor
 from gateway.replicas.base import ReplicaState
 from gateway.replicas.engine import EngineReplica
 from gateway.replicas.supervisor import EngineLauncher, RestartDelay, engine_command, require_engine_packages
@@ -111,6 +111,27 @@ def test_a_peer_that_breaks_the_protocol_is_left(tmp_path: Path) -> None:
         await replica.start()
         await _until(lambda: replica.state is ReplicaState.DOWN)
         assert "protocol" in (replica.down_reason or "")
+        await replica.stop(0)
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(engine, "_GREETING_TIMEOUT_S", 0.05)
+
+    async def main() -> None:
+        socket = tmp_path / "engine.sock"
+
+        async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_unix_server(silence, socket)
+        replica = EngineReplica("engine-0", socket)
+        await replica.start()
+        await _until(lambda: replica.state is ReplicaState.DOWN)
+        assert "introduce" in (replica.down_reason or "")
         await replica.stop(0)
         server.close()
 
