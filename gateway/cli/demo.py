@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]
 
-DEFAULT_REQUESTS = 110
+DEFAULT_REQUESTS = 100
 DEFAULT_KV_BLOCKS = 1536
 """1.1 GiB in float32 for the default model: room for its popular passages, and with everything else under 3 GB."""
 
 CONCURRENCY = 2
-MAX_TOKENS = 16
+MAX_TOKENS = 12
 ANSWER_TOKENS = 80
 ANSWERS = 3
 
@@ -62,6 +62,7 @@ def demo(exit_at_once: bool, as_json: bool, requests: int, port: int, **engine: 
     from gateway.demo.retrieval import Retriever
     from gateway.demo.workload import draw_workload
     from gateway.logs import configure_logging
+    from gateway.server import run
     from gateway.service import local_gateway
 
     passages = read_corpus()
@@ -78,16 +79,16 @@ def demo(exit_at_once: bool, as_json: bool, requests: int, port: int, **engine: 
     gateway = local_gateway(config, fetch_model(config.engine.model))
     application = Application(retriever, gateway.model, max_tokens=MAX_TOKENS)
     out = NOTES if as_json else Console(highlight=False)
-    run = _Run(gateway, application, draw_workload(requests), out)
-    report = asyncio.run(run(stay=not exit_at_once, as_json=as_json))
+    show = _Show(gateway, application, draw_workload(requests), out)
+    report = run(show(stay=not exit_at_once, as_json=as_json))
     failed = report.as_is.failed + report.canonical.failed
     if failed:
         NOTES.print(f"[bold red]Error:[/] {failed} requests failed.")
     return 1 if failed else 0
 
 
-class _Run:
-    """One run of the demo, from the engine's start to the last answer."""
+class _Show:
+    """The demo from the engine's start to the last answer, on ``out`` and stderr."""
 
     def __init__(self, gateway: Gateway, application: Application, asks: Sequence[Ask], out: Console) -> None:
         self._gateway = gateway
@@ -137,7 +138,7 @@ class _Run:
                 if outcome.failure is not None:
                     NOTES.print("[bold red]Failed:[/]", escape(outcome.failure))
                 seen.append(outcome)
-                progress.update(task, advance=1, note=f"{hit_rate(seen) or 0:.1%} of the prompt tokens from the cache")
+                progress.update(task, advance=1, note=f"hit rate {hit_rate(seen) or 0:.1%}")
 
             figures, _ = await run_pass(client, bodies, concurrency=CONCURRENCY, on_outcome=show)
         return figures

@@ -52,13 +52,14 @@ def serve(config: Path | None, **options: str | int | None) -> None:
     """
     from gateway.configuration import load_config
     from gateway.logs import configure_logging
+    from gateway.server import run
     from gateway.service import local_gateway
 
     settings = load_config(config, os.environ, {_SETTING[name]: value for name, value in options.items()})
     if settings.engine.engines == 0:
         raise ConfigError("engine.engines is 0: this version has no other replicas, so nothing could answer.")
     configure_logging(settings.server.log_level)
-    asyncio.run(_serve(local_gateway(settings, fetch_model(settings.engine.model))))
+    run(_serve(local_gateway(settings, fetch_model(settings.engine.model))))
 
 
 _SETTING = {

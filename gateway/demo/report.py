@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 import msgspec
+from rich import box
 from rich.table import Table
 
 from gateway.demo.client import Outcome
@@ -60,7 +61,8 @@ def pass_figures(outcomes: Sequence[Outcome], *, prefill_s: float, saved_prefill
 
 def table(report: Report) -> Table:
     """Both passes side by side."""
-    rows = Table(title=f"{report.model}, {report.as_is.requests} requests a pass", title_justify="left")
+    title = f"{report.model}, {report.as_is.requests} requests a pass"
+    rows = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     rows.add_column("", no_wrap=True)
     for heading in ("token\nhit rate", "TTFT\np50", "TTFT\np95", "prefill\nspent", "prefill\nsaved", "failed"):
         rows.add_column(heading, justify="right", no_wrap=True)
