@@ -11,7 +11,9 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 
 from gateway.config import Config, ServerConfig
@@ -31,7 +33,7 @@ SERVER = textwrap.dedent("""
     from gateway.server import run, serve
     from gateway.service import Gateway
 
-    configure_logging()
+    configure_logging("debug")
     folder = Path(sys.argv[1])
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
@@ -51,10 +53,12 @@ SERVER = textwrap.dedent("""
 """)
 
 
-async def _start(folder: Path, mode: str) -> tuple[asyncio.subprocess.Process, str, int]:
+async def _start(
+    folder: Path, mode: str, *, stderr: int = asyncio.subprocess.DEVNULL
+) -> tuple[asyncio.subprocess.Process, str, int]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SERVER, str(folder), mode,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE, stderr=stderr,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert process.stdout is not None
@@ -116,6 +120,35 @@ def test_a_second_signal_ends_at_once(model_folder: Callable[[str], Path]) -> No
         writer.close()
 
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+
+
+def test_n5_what_callers_send_never_reaches_the_log(model_folder: Callable[[str], Path]) -> None:
+    marker = "ZEBRA-7731"
+    bodies: list[Any] = [
+        {"model": "scripted", "prompt": marker, "max_tokens": 3},
+        {"model": marker, "prompt": "x"},
+        {"model": "scripted", "prompt": "x", "headstart": {"template": marker}},
+        {"model": "scripted", "messages": [{"role": "user", "content": marker, "name": marker}], "max_tokens": 3},
+        {"model": "scripted", "messages": [{"role": marker, "content": "x"}]},
+        {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "documents": [{marker: [marker]}]},
+        marker,
+    ]
+
+    async def main() -> bytes:
+        process, host, port = await _start(model_folder("chatml"), "free", stderr=asyncio.subprocess.PIPE)
+        headers = {"authorization": f"Bearer {marker}", "x-request-id": "r"}
+        async with aiohttp.ClientSession(f"http://{host}:{port}", headers=headers) as client:
+            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", f"/{marker}"):
+                for body in bodies:
+                    async with client.post(path, json=body, params={"q": marker}) as response:
+                        assert response.status < 500
+        process.terminate()
+        _, log = await process.communicate()
+        return log
+
+    log = asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+    assert b"statistics stay in this process" in log, "the log was not captured"
+    assert marker.encode() not in log
 
 
 def test_a_busy_port_is_named(model_folder: Callable[[str], Path]) -> None:
