@@ -34,19 +34,31 @@ def run(main: Coroutine[Any, Any, _T]) -> _T:
         return runner.run(main)
 
 
-async def serve(gateway: Gateway, *, on_listening: Callable[[str], None] | None = None) -> None:
+async def serve(
+    gateway: Gateway, *, on_listening: Callable[[str], None] | None = None, start_timeout: float | None = None
+) -> None:
     """Run until SIGINT or SIGTERM, then let requests in hand end (at most ``server.drain_grace_s``) and stop.
 
     A second signal ends at once. ``on_listening`` is called with the base URL as soon as connections are accepted,
-    which is before the replicas are ready (see ``Gateway.wait_ready``). Ends normally after a signal, whatever it was.
+    which is before the replicas are ready. Ends normally after a signal, whatever it was.
 
     Raises:
         ConfigError: The address cannot be bound, or must not be.
+        ReplicaUnavailable: ``start_timeout`` is given, and within so many seconds no replica has come up or the first
+            try of one has failed while none served: going on would only hide the reason.
     """
     async with _listening(gateway, handle_signals=True) as (server, url):
         if on_listening is not None:
             on_listening(url)
-        await server.ended.wait()
+        ended = asyncio.create_task(server.ended.wait(), name="until-signal")
+        if start_timeout is not None:
+            first_start = asyncio.create_task(gateway.wait_ready(start_timeout), name="first-start")
+            await asyncio.wait([ended, first_start], return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done() and gateway.ready_replicas == 0:
+                ended.cancel()
+                await first_start
+            first_start.cancel()
+        await ended
 
 
 @contextlib.asynccontextmanager
@@ -121,7 +133,8 @@ async def _listening(gateway: Gateway, *, handle_signals: bool) -> AsyncIterator
         yield server, f"http://{_authority(settings.host, port)}"
     finally:
         server.should_exit = True
-        await running
+        # Shielded: a second cancellation must not tear the orderly end apart.
+        await asyncio.shield(running)
         if server.force_exit:  # uvicorn has then left the application as it was
             await gateway.stop()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -87,13 +86,4 @@ async def _serve(gateway: Gateway) -> None:
     def announce(url: str) -> None:
         log.info("listening", api=f"{url}/v1", dashboard=f"{url}/dashboard")
 
-    http = asyncio.create_task(serve_http(gateway, on_listening=announce), name="serve")
-    first_start = asyncio.create_task(gateway.wait_ready(_START_TIMEOUT_S), name="first-start")
-    await asyncio.wait([http, first_start], return_when=asyncio.FIRST_COMPLETED)
-    if first_start.done() and first_start.exception() is not None and gateway.ready_replicas == 0:
-        # Trying on would only hide the reason, most often a model that cannot be served.
-        http.cancel()
-        await asyncio.wait([http])
-        await first_start
-    first_start.cancel()
-    await http
+    await serve_http(gateway, on_listening=announce, start_timeout=_START_TIMEOUT_S)

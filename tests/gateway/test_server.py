@@ -16,9 +16,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.config import Config, ServerConfig
-from gateway.errors import ConfigError
-from gateway.server import serving
+from gateway.config import Config, RedisConfig, ServerConfig
+from gateway.errors import ConfigError, ReplicaUnavailable
+from gateway.replicas.base import ReplicaState
+from gateway.replicas.engine import EngineReplica
+from gateway.replicas.supervisor import EngineLauncher
+from gateway.server import serve, serving
 from gateway.service import Gateway
 
 TIMEOUT_S = 20.0
@@ -168,3 +171,33 @@ def test_a_gateway_open_to_the_network_without_keys_is_not_even_composed(model_f
     config = Config(server=ServerConfig(host="0.0.0.0"))
     with pytest.raises(ConfigError, match="keys"):
         Gateway(config, model="m", folder=model_folder("chatml"), replicas=[])
+
+
+def test_an_engine_that_cannot_start_ends_the_server_with_its_reason(model_folder: Callable[[str], Path]) -> None:
+    async def main() -> None:
+        replica = EngineReplica("engine-0", EngineLauncher([sys.executable, "-c", "raise SystemExit('no such model')"]))
+        config = Config(server=ServerConfig(port=0), redis=RedisConfig(url="redis://127.0.0.1:1/0"))
+        gateway = Gateway(config, model="m", folder=model_folder("chatml"), replicas=[replica])
+        urls: list[str] = []
+        with pytest.raises(ReplicaUnavailable, match="no such model"):
+            await serve(gateway, on_listening=urls.append, start_timeout=TIMEOUT_S)
+        assert len(urls) == 1
+        assert replica.state is ReplicaState.STOPPED
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+
+
+def test_a_signal_while_the_engine_comes_up_is_an_ordinary_end(model_folder: Callable[[str], Path]) -> None:
+    async def main() -> None:
+        replica = EngineReplica("engine-0", EngineLauncher([sys.executable, "-c", "import time; time.sleep(60)"]))
+        config = Config(server=ServerConfig(port=0), redis=RedisConfig(url="redis://127.0.0.1:1/0"))
+        gateway = Gateway(config, model="m", folder=model_folder("chatml"), replicas=[replica])
+
+        def interrupt(_url: str) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+        await serve(gateway, on_listening=interrupt, start_timeout=TIMEOUT_S)
+        assert replica.state is ReplicaState.STOPPED
+        assert replica.pid is None
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
