@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-blocks", type=_count(0), default=0, help="size of the KV pool; 0: by free memory (default)")
     add(
         "--memory-share",
-        type=float,
+        type=_fraction,
         default=MEMORY_SHARE,
         help=f"part of the free memory that a pool sized by itself takes (default: {MEMORY_SHARE})",
     )
@@ -148,6 +148,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=_count(0), default=0, help="for arithmetic; 0: torch's choice (default)")
     add("--parent-death", action="store_true", help="be killed when the process that started this one ends")
     return parser
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError("must be above 0 and at most 1")
+    return value
 
 
 def _count(least: int) -> Callable[[str], int]:

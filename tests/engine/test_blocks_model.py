@@ -244,7 +244,7 @@ def test_random_histories_keep_every_invariant(model: type[PoolModel]) -> None:
     run_state_machine_as_test(
         model,
         settings=settings(
-            max_examples=70,
+            max_examples=40,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],

@@ -19,6 +19,7 @@ def blocks(requested: int, available: int, *, bytes_per_block: int = MIB, block_
 def test_an_automatic_pool_takes_a_part_of_what_is_free() -> None:
     assert blocks(0, 1000 * MIB) == 400
     assert blocks(0, 10**6 * MIB) == MAX_AUTO_BLOCKS
+    assert pool_blocks(0, available=1000 * MIB, bytes_per_block=MIB, block_size=16, share=0.1) == 100
 
 
 def test_too_little_memory_is_refused_with_the_figures() -> None:

@@ -149,7 +149,14 @@ def test_a_worker_that_cannot_serve_says_why_in_one_line(
 
 
 @pytest.mark.parametrize(
-    "options", [("--block-size", "0"), ("--kv-blocks", "-1"), ("--policy", "clairvoyant"), ("--dtype", "int8")]
+    "options",
+    [
+        ("--block-size", "0"),
+        ("--kv-blocks", "-1"),
+        ("--memory-share", "1.5"),
+        ("--policy", "clairvoyant"),
+        ("--dtype", "int8"),
+    ],
 )
 def test_wrong_options_are_refused_before_anything_is_loaded(
     start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path, options: tuple[str, str]
