@@ -76,9 +76,6 @@ class InFlight:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def __len__(self) -> int:
-        return len(self._mailboxes)
-
     def open(self) -> Mailbox:
         """A mailbox for a new request. Its id is never used again."""
         self._last_id += 1

@@ -116,9 +116,6 @@ def folder(model_folder: Callable[[str], Path]) -> Path:
 class Bench:
     """Makes services. ``run`` plays one scenario on a fresh one."""
 
-    model = MODEL
-    limits = LimitsConfig()
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
