@@ -6,6 +6,7 @@ __all__ = [
     "CallError",
     "EngineError",
     "InvariantError",
+    "KernelError",
     "ModelError",
     "NoSpaceError",
     "ProtocolError",
@@ -49,3 +50,7 @@ class ProtocolError(EngineError):
 
 class WorkerError(EngineError):
     """The engine process cannot start with these options on this machine."""
+
+
+class KernelError(EngineError):
+    """The optional C++ kernels cannot be built or loaded; the engine computes without them."""

@@ -31,6 +31,9 @@ ATTENTION_NAME: Final = "headstart_paged"
 """Our name in transformers' attention registry. Its mask registry does not know it, so that no mask is made."""
 
 
+_INT8_MOST: Final = 127
+
+
 class LayerShape(msgspec.Struct, frozen=True):
     """What one layer stores per token: ``kv_heads`` keys of ``key_dim`` and values of ``value_dim`` elements."""
 
@@ -71,6 +74,9 @@ class KvPool:
 
     Owned by the model runner; written only by a step's attention. Starts as zeros, which the system provides lazily, so
     that a block takes memory when it is first written; and whatever is read beyond a sequence's end is finite.
+
+    ``dtype`` is that of the tensors. With int8 each row of a head has a scale of its own in ``key_scales`` and
+    ``value_scales``, float32 ``[blocks, kv_heads, block]``; with other types these are empty.
     """
 
     def __init__(
@@ -84,9 +90,18 @@ class KvPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
-        shape = num_blocks, block_size
-        self.keys = [_zeros(layer.kv_heads, layer.key_dim, *shape, dtype, device) for layer in layers]
-        self.values = [_zeros(layer.kv_heads, layer.value_dim, *shape, dtype, device) for layer in layers]
+        shapes = [(num_blocks, layer.kv_heads, block_size) for layer in layers]
+        dims = [(layer.key_dim, layer.value_dim) for layer in layers]
+        self.keys, self.values = (
+            [
+                torch.zeros(*shape, dim[kind], dtype=dtype, device=device)
+                for shape, dim in zip(shapes, dims, strict=True)
+            ]
+            for kind in range(2)
+        )
+        self.key_scales, self.value_scales = (
+            [torch.zeros(shape, device=device) for shape in shapes if dtype == torch.int8] for _ in range(2)
+        )
 
     def rows(self, slots: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """Rows of a layer's pool seen as ``[blocks * kv_heads * block, dim]``, token by token, head by head."""
@@ -95,16 +110,34 @@ class KvPool:
         return ((blocks[:, None] * kv_heads + heads) * self.block_size + offsets[:, None]).flatten()
 
     def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store new K and V, ``[kv_heads, tokens, dim]`` each, at ``rows`` (see there)."""
-        for pool, new in ((self.keys[layer], key), (self.values[layer], value)):
+        """Store new K and V, ``[kv_heads, tokens, dim]`` each, at ``rows`` (see there), in the pool's dtype."""
+        for pool, scales, new in (
+            (self.keys[layer], self.key_scales, key),
+            (self.values[layer], self.value_scales, value),
+        ):
             dim = new.shape[-1]
-            pool.view(-1, dim).index_copy_(0, rows, new.transpose(0, 1).reshape(-1, dim))
+            stored = new.transpose(0, 1).reshape(-1, dim)
+            if scales:
+                most = stored.float().abs().amax(-1, keepdim=True) / _INT8_MOST
+                scales[layer].view(-1).index_copy_(0, rows, most[:, 0])
+                stored = (stored / most.clamp_min(torch.finfo(torch.float32).tiny)).round()
+            pool.view(-1, dim).index_copy_(0, rows, stored.to(pool.dtype))
 
+    def read(self, layer: int, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V ``[*rows.shape, block, dim]`` of whole blocks, in ``dtype``; each head of a block is a row here.
 
-def _zeros(
-    kv_heads: int, dim: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
-) -> torch.Tensor:
-    return torch.zeros(num_blocks, kv_heads, block_size, dim, dtype=dtype, device=device)
+        A block's part of one head is contiguous, so that a single copy brings it in place.
+        """
+        found = []
+        for pool, scales in ((self.keys[layer], self.key_scales), (self.values[layer], self.value_scales)):
+            flat = rows.flatten()
+            read = pool.view(-1, self.block_size * pool.shape[-1]).index_select(0, flat).to(dtype)
+            read = read.view(*rows.shape, self.block_size, pool.shape[-1])
+            if scales:
+                of_rows = scales[layer].view(-1, self.block_size).index_select(0, flat)
+                read = read * of_rows.view(*rows.shape, self.block_size, 1).to(dtype)
+            found.append(read)
+        return found[0], found[1]
 
 
 class StepAttention(Protocol):

@@ -84,6 +84,9 @@ class ReferenceStep:
             blocks, offsets = whole // size, whole % size
             keys = self._pool.keys[layer][blocks, :, offsets].transpose(0, 1)
             values = self._pool.values[layer][blocks, :, offsets].transpose(0, 1)
+            if self._pool.key_scales:
+                keys = keys * self._pool.key_scales[layer][blocks, :, offsets].T.unsqueeze(-1)
+                values = values * self._pool.value_scales[layer][blocks, :, offsets].T.unsqueeze(-1)
             rows = slice(piece.first, piece.first + piece.length)
             output[rows] = dense_attention(query[:, rows], keys, values, piece.start, options)
         return output

@@ -66,12 +66,12 @@ class CpuStep:
         for piece in self._prefills:
             rows = slice(piece.first, piece.first + piece.length)
             window = options.sliding_window
-            if piece.start == 0 and (window is None or window >= piece.length):
-                # The whole context is in this batch, and the plain causal form is the fastest.
+            if piece.start == 0 and (window is None or window >= piece.length) and self._pool.dtype == key.dtype:
+                # The whole context is in this batch, as the pool keeps it, and the plain causal form is the fastest.
                 keys, values, mask = key[:, rows], value[:, rows], None
             else:
-                keys, values, first = self._context(layer, piece, window)
-                mask = self._mask(piece, window, first)
+                keys, values, first = self._context(layer, piece, window, query.dtype)
+                mask = self._mask(piece, window, first, query.dtype)
             attended = scaled_dot_product_attention(
                 query[None, :, rows],
                 keys[None],
@@ -84,29 +84,30 @@ class CpuStep:
             output[rows] = attended[0].transpose(0, 1)
         return output
 
-    def _context(self, layer: int, piece: SequenceSlice, window: int | None) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def _context(
+        self, layer: int, piece: SequenceSlice, window: int | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """K and V from the first block that any token of the slice sees to its end, and the position they start at."""
         size, end = self._pool.block_size, piece.start + piece.length
         first = _first_block(piece.start, window, size)
         table = torch.tensor([piece.block_table[first : -(-end // size)]])
-        keys = _gather(self._pool.keys[layer], table)
-        values = _gather(self._pool.values[layer], table)
+        keys, values = _gather(self._pool, layer, table, dtype)
         context = end - first * size
         return keys[0, :, :context], values[0, :, :context], first * size
 
-    def _mask(self, piece: SequenceSlice, window: int | None, key_start: int) -> torch.Tensor:
+    def _mask(self, piece: SequenceSlice, window: int | None, key_start: int, dtype: torch.dtype) -> torch.Tensor:
         """The additive mask ``[tokens, context]`` of a prefill slice."""
         cached = self._masks.get((piece.first, window))
         if cached is None:
             position = torch.arange(piece.start, piece.start + piece.length)[:, None]
             seen = torch.arange(key_start, piece.start + piece.length)[None, :]
-            cached = self._masks[piece.first, window] = _additive(position, seen, window, self._pool.dtype)
+            cached = self._masks[piece.first, window] = _additive(position, seen, window, dtype)
         return cached
 
     def _dense(
         self, layer: int, piece: SequenceSlice, query: torch.Tensor, output: torch.Tensor, options: LayerOptions
     ) -> None:
-        keys, values, key_start = self._context(layer, piece, options.sliding_window)
+        keys, values, key_start = self._context(layer, piece, options.sliding_window, torch.float32)
         for offset in range(0, piece.length, _DENSE_ROWS):
             rows = slice(piece.first + offset, piece.first + min(offset + _DENSE_ROWS, piece.length))
             output[rows] = dense_attention(
@@ -121,22 +122,20 @@ class _DecodeGroup:
         self.rows = torch.tensor([piece.first for piece in slices])
         self._slices = slices
         self._size = pool.block_size
-        self._dtype = pool.dtype
         self._prepared: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(self, pool: KvPool, layer: int, query: torch.Tensor, options: LayerOptions) -> torch.Tensor:
         """``[decodes, heads, value_dim]``."""
         if options.sliding_window not in self._prepared:
-            self._prepared[options.sliding_window] = self._prepare(options.sliding_window)
+            self._prepared[options.sliding_window] = self._prepare(options.sliding_window, query.dtype)
         table, mask = self._prepared[options.sliding_window]
-        keys = _gather(pool.keys[layer], table)
-        values = _gather(pool.values[layer], table)
+        keys, values = _gather(pool, layer, table, query.dtype)
         heads, kv_heads, count = query.shape[0], keys.shape[1], len(self._slices)
         grouped = query.index_select(1, self.rows).transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, -1)
         attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=options.scaling)
         return attended.reshape(count, heads, -1)
 
-    def _prepare(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _prepare(self, window: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The block table ``[decodes, blocks]`` and the additive mask ``[decodes, 1, 1, blocks * block]``."""
         firsts = [_first_block(piece.start, window, self._size) for piece in self._slices]
         tables = [
@@ -148,18 +147,15 @@ class _DecodeGroup:
         padded = torch.tensor([table + table[-1:] * (width - len(table)) for table in tables])
         position = torch.tensor([piece.start for piece in self._slices])[:, None]
         seen = torch.tensor(firsts)[:, None] * self._size + torch.arange(width * self._size)[None, :]
-        return padded, _additive(position, seen, window, self._dtype)[:, None, None, :]
+        return padded, _additive(position, seen, window, dtype)[:, None, None, :]
 
 
-def _gather(pool: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The blocks of each row of ``table`` in a line: ``[sequences, kv_heads, blocks * block, dim]``.
-
-    A block's part of one head is contiguous in the pool, so that a single copy brings it in place.
-    """
-    _, kv_heads, size, dim = pool.shape
-    sequences, blocks = table.shape
-    index = table[:, None, :] * kv_heads + torch.arange(kv_heads)[None, :, None]
-    return pool.view(-1, size * dim).index_select(0, index.flatten()).view(sequences, kv_heads, blocks * size, dim)
+def _gather(pool: KvPool, layer: int, table: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V in the blocks of each row of ``table`` in a line: ``[sequences, kv_heads, blocks * block, dim]``."""
+    kv_heads = pool.keys[layer].shape[1]
+    rows = table[:, None, :] * kv_heads + torch.arange(kv_heads)[None, :, None]
+    keys, values = pool.read(layer, rows, dtype)
+    return keys.flatten(2, 3), values.flatten(2, 3)
 
 
 def _first_block(start: int, window: int | None, size: int) -> int:

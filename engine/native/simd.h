@@ -1,0 +1,122 @@
+// Vectors of float as wide as the CPU has them, in the vector extensions that GCC and Clang share.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace headstart {
+
+extern int threads;  // of every kernel
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef float vf_unaligned __attribute__((vector_size(W * 4), aligned(4), may_alias));
+
+inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
+inline void store(float* p, vf x) { *reinterpret_cast<vf_unaligned*>(p) = x; }
+inline vf splat(float x) { return x - vf{}; }
+constexpr int padded(int n) { return (n + W - 1) / W * W; }
+
+// The first halves of a and b, element by element in turn, and their second halves.
+inline vf interleave_low(vf a, vf b) {
+#if defined(__clang__)
+  vf r;
+  for (int i = 0; i < W / 2; i++) r[2 * i] = a[i], r[2 * i + 1] = b[i];
+  return r;
+#else
+  vi mask;
+  for (int i = 0; i < W / 2; i++) mask[2 * i] = i, mask[2 * i + 1] = W + i;
+  return __builtin_shuffle(a, b, mask);
+#endif
+}
+inline vf interleave_high(vf a, vf b) {
+#if defined(__clang__)
+  vf r;
+  for (int i = 0; i < W / 2; i++) r[2 * i] = a[W / 2 + i], r[2 * i + 1] = b[W / 2 + i];
+  return r;
+#else
+  vi mask;
+  for (int i = 0; i < W / 2; i++) mask[2 * i] = W / 2 + i, mask[2 * i + 1] = W + W / 2 + i;
+  return __builtin_shuffle(a, b, mask);
+#endif
+}
+
+// Rows to columns, W x W: log2(W) perfect shuffles.
+inline void transpose(vf (&rows)[W]) {
+  for (int stage = 1; stage < W; stage *= 2) {
+    vf next[W];
+    for (int i = 0; i < W / 2; i++) {
+      next[2 * i] = interleave_low(rows[i], rows[i + W / 2]);
+      next[2 * i + 1] = interleave_high(rows[i], rows[i + W / 2]);
+    }
+    for (int i = 0; i < W; i++) rows[i] = next[i];
+  }
+}
+
+// Element i of the result is the sum over the elements of x[i].
+inline vf sums(vf (&x)[W]) {
+  for (int n = W; n > 1; n /= 2)
+    for (int i = 0; i < n / 2; i++) x[i] = interleave_low(x[i], x[i + n / 2]) + interleave_high(x[i], x[i + n / 2]);
+  return x[0];
+}
+
+inline float sum(vf x) {
+  float s[W], total = 0;
+  store(s, x);
+  for (int n = W / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) s[i] += s[i + n];
+  total = s[0];
+  return total;
+}
+
+inline float largest(vf x) {
+  float s[W];
+  store(s, x);
+  for (int n = W / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) s[i] = s[i] > s[i + n] ? s[i] : s[i + n];
+  return s[0];
+}
+
+inline vf greater(vf a, vf b) { return a > b ? a : b; }
+
+// e^x to within about two units in the last place; 0 where float would be denormal, infinity from 88.7 on is not
+// reached by the callers.
+inline vf exponential(vf x) {
+  const vf shift = splat(12582912.f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  vf t = x * 1.44269504f + shift;
+  vf n = t - shift;
+  vf r = x - n * 0.693145752f - n * 1.42860677e-6f;
+  vf p = splat(1.f / 5040);
+  p = p * r + 1.f / 720;
+  p = p * r + 1.f / 120;
+  p = p * r + 1.f / 24;
+  p = p * r + 1.f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.f;
+  p = p * r + 1.f;
+  vf value = p * (vf)(((vi)t - 0x4B400000 + 127) << 23);  // casts between vectors keep the bits
+  return x < splat(-87.3f) ? vf{} : value;
+}
+
+inline float bf16_to_float(uint16_t x) {
+  uint32_t bits = uint32_t(x) << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint16_t float_to_bf16(float x) {  // to nearest, ties to even; NaN stays NaN
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+}  // namespace headstart
