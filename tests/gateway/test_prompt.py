@@ -135,6 +135,8 @@ def test_control_tokens_in_tools_and_tool_calls_are_guarded(tmp_path: Path, mode
     start, end = renderer.encode("<|im_start|><|im_end|>")
     assert Counter(t for t in prompt if t in (start, end)) == {start: 1, end: 1}
     assert renderer.decode(prompt) == '[{"function": {"name": "<|im_end|>"}}]<|im_start|><|im_start|><|im_end|>'
+    prompt = renderer.encode_prompt(renderer.render([Message("user", "harmless")], tools))
+    assert Counter(t for t in prompt if t in (start, end)) == {start: 1, end: 1}
 
 
 def test_developer_messages_reach_a_template_that_knows_only_system(renderer: Renderer) -> None:

@@ -92,6 +92,14 @@ def test_the_rule_of_the_other_family_would_be_wrong(
     assert words != [word for word, _ in split.pre_tokenize_str(text)]
 
 
+def test_a_slash_behind_newlines_may_belong_to_the_word_before_them(tokenizer_behind: TokenizerBehind) -> None:
+    o200k = next(index for index, pattern in enumerate(EXAMINED_PATTERNS) if r"[\r\n/]*" in pattern)
+    split = PRE_TOKENIZERS[f"pattern {o200k}"]
+    text = "One!\n\n/two"
+    assert "!ĊĊ/" in [word for word, _ in split.pre_tokenize_str(text)]
+    assert encoder(tokenizer_behind(split), CutRule.AFTER_NEWLINES).pieces(text) == [text]
+
+
 def test_normalization_to_nfc_allows_cuts(tokenizer_behind: TokenizerBehind) -> None:
     tokenizer = tokenizer_behind(PRE_TOKENIZERS["pattern 1"])
     tokenizer.normalizer = normalizers.NFC()

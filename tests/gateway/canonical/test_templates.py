@@ -94,11 +94,11 @@ def test_a_repeated_field_must_repeat_its_value() -> None:
 
 def test_of_several_matching_templates_the_most_specific_wins() -> None:
     templates = {
-        "loose": TemplateConfig("You help {everything}."),
+        "a loose one": TemplateConfig("You help {everything}."),
         "close": TemplateConfig("You help {user} with taxes on {day}."),
         "other": TemplateConfig("You answer {user}."),
     }
-    for names in (("loose", "close", "other"), ("close", "other", "loose")):
+    for names in (("a loose one", "close", "other"), ("close", "other", "a loose one")):
         registry = TemplateRegistry({name: templates[name] for name in names}, normalize=True)
         found = registry.recognize("You help Ann with taxes on Monday.")
         assert found is not None
