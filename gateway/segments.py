@@ -8,8 +8,10 @@ is found at blank lines, before the newlines or after them. Every other tokenize
 from __future__ import annotations
 
 import enum
+import re
 import unicodedata
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from tokenizers import Tokenizer
@@ -18,7 +20,7 @@ from cache_policy.keys import token_bytes
 
 __all__ = ["EXAMINED_PATTERNS", "CutRule", "SegmentEncoder", "TooManyTokens", "cut_rule", "is_ink", "refuse_hopeless"]
 
-_BLANK_LINE: Final = "\n\n"
+_BLANK_LINES: Final = re.compile("\n{2,}")
 _PIECE_OVERHEAD: Final = 32
 """What an entry of the memory costs besides its ids, in tokens."""
 
@@ -157,26 +159,21 @@ class SegmentEncoder:
         """The ids of ``text`` as they are hashed into block keys (``cache_policy.keys.token_bytes``)."""
         return b"".join([self._remember(piece, None).data for piece in self.pieces(text)])
 
-    def pieces(self, text: str) -> list[str]:
-        """``text`` cut wherever the rule allows it."""
-        if self.rule is CutRule.NEVER:
-            return [text]
-        before = self.rule is CutRule.BEFORE_NEWLINES
-        pieces: list[str] = []
+    def pieces(self, text: str) -> Iterator[str]:
+        """``text`` cut wherever the rule allows it, piece by piece, so that whoever has seen enough can stop."""
         start = 0
-        at = text.find(_BLANK_LINE, 1)
-        while at >= 0:
-            cut = 0
-            if before:
-                cut = at if is_ink(text[at - 1]) else 0
-            elif at + 2 < len(text) and is_ink(text[at + 2]) and text[at + 2] != "/":  # o200k: "!\n\n/" is one word
-                cut = at + 2
-            if cut:
-                pieces.append(text[start:cut])
-                start = cut
-            at = text.find(_BLANK_LINE, at + 1)
-        pieces.append(text[start:])
-        return pieces
+        if self.rule is not CutRule.NEVER:
+            before = self.rule is CutRule.BEFORE_NEWLINES
+            for run in _BLANK_LINES.finditer(text):
+                first, last = run.span()
+                if before:
+                    cut = first if first and is_ink(text[first - 1]) else 0
+                else:  # o200k: "!\n\n/" is one word
+                    cut = last if last < len(text) and is_ink(text[last]) and text[last] != "/" else 0
+                if cut:
+                    yield text[start:cut]
+                    start = cut
+        yield text[start:]
 
     def _remember(self, text: str, limit: int | None) -> _Piece:
         piece = self._pieces.get(text)
