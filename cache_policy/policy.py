@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from cache_policy.policies.adaptive import AdaptivePolicy
 from cache_policy.policies.arc import ArcPolicy
 from cache_policy.policies.base import BlockKey, EvictionPolicy
 from cache_policy.policies.fifo import FifoPolicy
 from cache_policy.policies.gdsf import GdsfPolicy
 from cache_policy.policies.lfu import LfuPolicy
 from cache_policy.policies.lru import LruPolicy
+from cache_policy.policies.rlt import RltPolicy
 from cache_policy.policies.s3fifo import S3FifoPolicy
 from cache_policy.policies.sieve import SievePolicy
 from cache_policy.policies.slru import SlruPolicy
+from cache_policy.policies.tlru import TlruPolicy
 from cache_policy.policies.wtinylfu import WTinyLfuPolicy
 
 __all__ = ["POLICY_NAMES", "BlockKey", "EvictionPolicy", "UnknownPolicyError", "create_policy"]
@@ -28,6 +31,9 @@ _POLICIES: Final[tuple[type[EvictionPolicy], ...]] = (
     ArcPolicy,
     WTinyLfuPolicy,
     GdsfPolicy,
+    TlruPolicy,
+    RltPolicy,
+    AdaptivePolicy,
 )
 _BY_NAME: Final = {policy.name: policy for policy in _POLICIES}
 

@@ -16,6 +16,7 @@ from gateway.cli.engine import engine
 from gateway.cli.hash_key import hash_key
 from gateway.cli.model import model
 from gateway.cli.serve import serve
+from gateway.cli.simulate import simulate
 from gateway.cli.terminal import NOTES
 from gateway.errors import HeadstartError
 
@@ -38,7 +39,7 @@ def headstart() -> None:
     """
 
 
-for command in (serve, engine, demo, model, hash_key):
+for command in (serve, engine, demo, simulate, model, hash_key):
     headstart.add_command(command)
 
 
