@@ -1,0 +1,31 @@
+"""Which attention back end serves a device."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.backend import AttentionBackend
+from engine.attention.torch_cpu import TorchCpuAttention
+from engine.errors import WorkerError
+
+__all__ = ["attention_backend"]
+
+
+def attention_backend(device: str) -> AttentionBackend:
+    """The back end for ``cpu`` or ``cuda`` (an AMD card under ROCm is ``cuda`` too, as PyTorch names it).
+
+    Raises:
+        WorkerError: the device is unknown, there is no card, or Triton is not installed.
+    """
+    kind = device.partition(":")[0]
+    if kind == "cpu":
+        return TorchCpuAttention()
+    if kind != "cuda":
+        raise WorkerError(f"device {device} is not supported; use cpu or cuda")
+    if not torch.cuda.is_available():
+        raise WorkerError(f"device {device}: PyTorch finds no GPU; install a CUDA or ROCm build, or use the device cpu")
+    try:
+        from engine.attention.triton_backend import TritonAttention
+    except ImportError as error:
+        raise WorkerError(f"device {device} needs Triton (pip install triton, Linux only): {error}") from error
+    return TritonAttention()
