@@ -1,14 +1,19 @@
-"""Computes a scheduler's batches with an unchanged transformers model over the paged KV pool."""
+"""Computes a scheduler's batches over the paged KV pool.
+
+It does so with a lean forward where the model is of a family that we know in full, else with transformers' modules.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.allocator import keep_freed_memory
 from engine.attention.backend import (
@@ -20,14 +25,24 @@ from engine.attention.backend import (
     SequenceSlice,
     StepAttention,
 )
+from engine.attention.cpp_cpu import CppCpuAttention
 from engine.attention.torch_cpu import TorchCpuAttention
 from engine.batch import Batch, Chunk
 from engine.errors import UnsupportedModelError
-from engine.models.loading import load_model, read_model_info, resolve_dtype, weights_fingerprint
+from engine.models.arithmetic import Arithmetic, KernelArithmetic, TorchArithmetic
+from engine.models.lean import LeanModel
+from engine.models.lean_weights import lean_weights
+from engine.models.loading import load_model, read_model_info, resolve_dtype, resolve_kv_dtype, weights_fingerprint
+from engine.native.library import Kernels
 from engine.sampling import sample
 from engine.wire import Sampling, StepTiming
 
 __all__ = ["ModelRunner"]
+
+_log: Final = logging.getLogger(__name__)
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepAttention], torch.Tensor]
+"""Token ids, positions, rows to sample (see ``LeanModel.forward``) and the step's attention, to logits."""
 
 _PROOF_TOKENS: Final = 40
 _PROOF_ERROR: Final = {"float32": 1e-3, "bfloat16": 0.2}
@@ -41,9 +56,10 @@ _PROFILE_STEPS: Final = ((16, 0, 0), (128, 0, 0), (0, 256, 1), (256, 0, 0), (0, 
 class ModelRunner:
     """The ``engine.batch.Runner`` with a real model. Owns the weights and the KV pool; one thread calls it.
 
-    ``info`` says what is served, ``dtype`` and ``device`` where and in which precision, ``fingerprint`` with which
-    weights. At start it proves on a short text that the model with our attention gives the logits that it gives with
-    its own, so that a model whose attention does more than we know is refused instead of served wrongly.
+    ``info`` says what is served, ``dtype``, ``kv_dtype`` and ``device`` in which precision and where, ``fingerprint``
+    with which weights, ``method`` by which code. At start it proves on a short text that the logits are those of the
+    model with its own attention: what differs is not used, and when nothing is left the model is refused instead of
+    served wrongly.
     """
 
     device = "cpu"
@@ -56,7 +72,9 @@ class ModelRunner:
         num_blocks: int,
         block_size: int = 16,
         threads: int = 0,
+        kv_dtype: str = "auto",
         backend: AttentionBackend | None = None,
+        kernels: Callable[[], Kernels | None] | None = None,
     ) -> None:
         """Load the model of a Hugging Face folder.
 
@@ -66,7 +84,9 @@ class ModelRunner:
             num_blocks: size of the KV pool.
             block_size: tokens per block.
             threads: for arithmetic; 0 leaves it to torch. Like the allocator's it is a setting of the whole process.
-            backend: how attention is computed; the CPU's own by default.
+            kv_dtype: of the pool: ``auto`` (the model's), ``float32``, ``bfloat16`` or ``int8``.
+            backend: how attention is computed; by default the fastest that passes the proof.
+            kernels: asked for the C++ kernels once the weights are loaded; without them PyTorch computes everything.
 
         Raises:
             ModelError: the folder cannot be loaded.
@@ -78,16 +98,17 @@ class ModelRunner:
         torch_dtype = resolve_dtype(dtype)
         self.dtype = str(torch_dtype).removeprefix("torch.")
         self.fingerprint = weights_fingerprint(folder)
-        self._backend = backend or TorchCpuAttention()
-        self._model = load_model(self.info, torch_dtype)
+        model = load_model(self.info, torch_dtype)
         keep_freed_memory()
-        self._pool = KvPool(self.info.layers, num_blocks, block_size, torch_dtype)
-        self._prove()
+        pool_dtype = resolve_kv_dtype(kv_dtype, torch_dtype)
+        self.kv_dtype = str(pool_dtype).removeprefix("torch.")
+        self._pool = KvPool(self.info.layers, num_blocks, block_size, pool_dtype)
+        self.method, self._compute, self._backend = self._prove(model, kernels() if kernels else None, backend)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:
         """See ``engine.batch.Runner``."""
-        logits = self._forward(batch.chunks)
+        logits = _forward(batch.chunks, self._compute, self._backend, self._pool)
         sampled = [chunk for chunk in batch.chunks if chunk.sample]
         tokens = iter(sample(logits, sampled, self.info.eos_token_ids) if sampled else ())
         return [next(tokens) if chunk.sample else None for chunk in batch.chunks]
@@ -112,61 +133,62 @@ class ModelRunner:
 
     # --- inside ----------------------------------------------------------------------------------------
 
-    def _forward(self, chunks: Sequence[Chunk], backend: AttentionBackend | None = None) -> torch.Tensor:
-        """Compute the chunks as one flat batch; logits ``[sampled chunks, vocabulary]``."""
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slices: list[SequenceSlice] = []
-        rows: list[int] = []
-        for chunk in chunks:
-            length = len(chunk.tokens)
-            slices.append(SequenceSlice(len(token_ids), length, chunk.start, chunk.block_table))
-            token_ids += chunk.tokens
-            positions += range(chunk.start, chunk.start + length)
-            if chunk.sample:
-                rows.append(len(token_ids) - 1)
-        output = self._model(
-            input_ids=torch.tensor([token_ids]),
-            position_ids=torch.tensor([positions]),
-            use_cache=False,
-            logits_to_keep=torch.tensor(rows, dtype=torch.long),
-            paged=(backend or self._backend).begin(self._pool, slices),
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
     @torch.inference_mode()
-    def _prove(self) -> None:
-        """Compute a short text with the model's own attention and with ours, and compare; then ours stays in place."""
-        size = self._pool.block_size
-        count = min(_PROOF_TOKENS, self.info.max_positions, self._pool.num_blocks * size)
-        token_ids = self._any_tokens(count)
-        table = list(range(-(-count // size)))
-        cuts = sorted({0, count // 2, count - 1, count})
-        recorder = _RecordingBackend(self._backend, self.info.layers)
+    def _prove(
+        self, model: PreTrainedModel, kernels: Kernels | None, backend: AttentionBackend | None
+    ) -> tuple[str, Forward, AttentionBackend]:
+        """Compute a short text with the model's own attention and with ours; the first way that agrees is taken."""
+        token_ids = self._any_tokens(min(_PROOF_TOKENS, self.info.max_positions))
         try:
-            expected = self._model(input_ids=torch.tensor([token_ids]), use_cache=False, logits_to_keep=1).logits[0, -1]
-            self._model.set_attn_implementation(ATTENTION_NAME)
-            for start, end in pairwise(cuts):
-                chunk = _chunk(token_ids[start:end], start, table, sample=end == count)
-                logits = self._forward([chunk], recorder)
+            expected = model(input_ids=torch.tensor([token_ids]), use_cache=False, logits_to_keep=1).logits[0, -1]
+            model.set_attn_implementation(ATTENTION_NAME)
+            for method, forward, attention in self._ways(model, kernels, backend):
+                reason = self._disagreement(token_ids, expected.float(), forward, attention)
+                if reason is None:
+                    return method, forward, attention
+                _log.warning("%s: %s is not used: %s", self.info.architecture, method, reason)
         except TypeError as error:
             raise UnsupportedModelError(f"{self.info.architecture} cannot be called as needed: {error}") from error
-        self._judge(recorder, logits[0].float(), expected.float())
+        raise UnsupportedModelError(f"{self.info.architecture} cannot be served exactly: {reason}.")
 
-    def _judge(self, recorder: _RecordingBackend, logits: torch.Tensor, expected: torch.Tensor) -> None:
-        reason = None
+    def _ways(
+        self, model: PreTrainedModel, kernels: Kernels | None, backend: AttentionBackend | None
+    ) -> Iterator[tuple[str, Forward, AttentionBackend]]:
+        """The ways to compute this model, the fastest first."""
+        backends: list[AttentionBackend] = [backend] if backend else [TorchCpuAttention()]
+        if kernels and not backend:
+            backends.insert(0, CppCpuAttention(kernels))
+        arithmetics: list[Arithmetic] = [TorchArithmetic()]
+        if kernels and self.dtype == "float32":
+            arithmetics.insert(0, KernelArithmetic(kernels))
+        weights = lean_weights(model, self.info.windows)
+        for attention in backends:
+            if weights is not None:
+                for arithmetic in arithmetics:
+                    lean = LeanModel(weights, arithmetic)
+                    yield f"lean forward ({arithmetic.name}), attention {attention.name}", lean.forward, attention
+            yield f"transformers' modules, attention {attention.name}", _modules(model), attention
+
+    def _disagreement(
+        self, token_ids: list[int], expected: torch.Tensor, forward: Forward, backend: AttentionBackend
+    ) -> str | None:
+        """What is wrong with this way to compute, in a pool of its own; None when nothing is."""
+        count, size = len(token_ids), self._pool.block_size
+        table = list(range(-(-count // size)))
+        pool = KvPool(self.info.layers, len(table), size, resolve_dtype(self.dtype))
+        recorder = _RecordingBackend(backend, self.info.layers)
+        for start, end in pairwise(sorted({0, count // 2, count - 1, count})):
+            chunk = _chunk(token_ids[start:end], start, table, sample=end == count)
+            logits = _forward([chunk], forward, recorder, pool)
         silent = [layer for layer in range(len(self.info.layers)) if layer not in recorder.windows]
         if silent:
-            reason = f"its layers {silent} never stored K and V"
-        elif recorder.windows != dict(enumerate(self.info.windows)):
-            reason = "its layers attend in other windows than its configuration says"
-        else:
-            error = float((logits - expected).norm() / (expected - expected.mean()).norm())
-            if not error < _PROOF_ERROR[self.dtype]:
-                reason = f"its output with paged attention differs by {error:.2g} from its own"
-        if reason is not None:
-            raise UnsupportedModelError(f"{self.info.architecture} cannot be served exactly: {reason}.")
+            return f"its layers {silent} never stored K and V"
+        if recorder.windows != dict(enumerate(self.info.windows)):
+            return "its layers attend in other windows than its configuration says"
+        error = float((logits[0].float() - expected).norm() / (expected - expected.mean()).norm())
+        if not error < _PROOF_ERROR[self.dtype]:
+            return f"its output with paged attention differs by {error:.2g} from its own"
+        return None
 
     def _any_tokens(self, count: int) -> list[int]:
         return [(7919 * i + 1) % self.info.vocab_size for i in range(count)]
@@ -212,6 +234,46 @@ class _RecordingStep:
             )
         self._recorder.windows[layer] = options.sliding_window
         return self._step.attend(layer, query, key, value, options)
+
+
+def _modules(model: PreTrainedModel) -> Forward:
+    """The forward of transformers' modules over our attention."""
+
+    def forward(
+        token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, step: StepAttention
+    ) -> torch.Tensor:
+        output = model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=rows,
+            paged=step,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    return forward
+
+
+def _forward(chunks: Sequence[Chunk], compute: Forward, backend: AttentionBackend, pool: KvPool) -> torch.Tensor:
+    """Compute the chunks as one flat batch; logits ``[sampled chunks, vocabulary]``."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slices: list[SequenceSlice] = []
+    rows: list[int] = []
+    for chunk in chunks:
+        length = len(chunk.tokens)
+        slices.append(SequenceSlice(len(token_ids), length, chunk.start, chunk.block_table))
+        token_ids += chunk.tokens
+        positions += range(chunk.start, chunk.start + length)
+        if chunk.sample:
+            rows.append(len(token_ids) - 1)
+    return compute(
+        torch.tensor(token_ids),
+        torch.tensor(positions),
+        torch.tensor(rows, dtype=torch.long),
+        backend.begin(pool, slices),
+    )
 
 
 def _chunk(tokens: list[int], start: int, block_table: list[int], *, sample: bool) -> Chunk:

@@ -1,8 +1,8 @@
 """How a step's attention is cut into tasks for the C++ kernel: plain arithmetic, once per step and window.
 
-A task is a set of query rows and a range of keys in one block table. Tokens of a prefill chunk are taken by tiles. Decodes
-whose block tables begin alike attend to that shared part together, so that it is read from memory once; then each of
-them, or each smaller group, to its own. With few rows the keys are cut too, so that every core has work.
+A task is a set of query rows and a range of keys in one block table. Tokens of a prefill chunk are taken in tiles.
+Decodes whose block tables begin alike attend to that shared part together, so that it is read from memory once; then
+each of them, or each smaller group, to its own. With few rows the keys are cut too, so that every core has work.
 """
 
 from __future__ import annotations

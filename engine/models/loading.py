@@ -19,9 +19,18 @@ from engine.attention.backend import LayerShape
 from engine.errors import ModelError, UnsupportedModelError
 from engine.models.catalog import check_model_folder, weight_files
 
-__all__ = ["ModelInfo", "kv_bytes_per_block", "load_model", "read_model_info", "resolve_dtype", "weights_fingerprint"]
+__all__ = [
+    "ModelInfo",
+    "kv_bytes_per_block",
+    "load_model",
+    "read_model_info",
+    "resolve_dtype",
+    "resolve_kv_dtype",
+    "weights_fingerprint",
+]
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_KV_DTYPES: Final = _DTYPES | {"int8": torch.int8}
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 # Their frequencies depend on the longest sequence of a batch, so a cached key would depend on its neighbours.
 _MOVING_ROPE: Final = frozenset({"dynamic", "longrope"})
@@ -79,9 +88,10 @@ def read_model_info(folder: Path) -> ModelInfo:
 
 
 def kv_bytes_per_block(info: ModelInfo, dtype: torch.dtype, block_size: int) -> int:
-    """Bytes that one block of ``block_size`` tokens takes over all layers, keys and values."""
+    """Bytes that one block of ``block_size`` tokens takes over all layers, keys and values, in a pool of ``dtype``."""
     elements = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in info.layers)
-    return elements * block_size * dtype.itemsize
+    scales = 2 * sum(layer.kv_heads for layer in info.layers) if dtype == torch.int8 else 0
+    return (elements * dtype.itemsize + scales * torch.float32.itemsize) * block_size
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -98,6 +108,20 @@ def resolve_dtype(name: str) -> torch.dtype:
         return _DTYPES[name]
     except KeyError:
         raise ModelError(f"unknown dtype {name!r}: use auto, {', '.join(_DTYPES)}") from None
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the KV pool for ``auto`` (the model's ``dtype``), ``float32``, ``bfloat16`` or ``int8``.
+
+    Raises:
+        ModelError: any other name.
+    """
+    if name == "auto":
+        return dtype
+    try:
+        return _KV_DTYPES[name]
+    except KeyError:
+        raise ModelError(f"unknown KV dtype {name!r}: use auto, {', '.join(_KV_DTYPES)}") from None
 
 
 def load_model(info: ModelInfo, dtype: torch.dtype) -> PreTrainedModel:
