@@ -24,15 +24,27 @@ try:
 except ImportError as error:
     raise ImportError("cache keys need the package 'xxhash', which cannot be imported: pip install xxhash") from error
 
-__all__ = ["KEY_BYTES", "BlockHash", "Namespace", "chain_keys", "derive_root", "hash_block", "token_bytes"]
+__all__ = [
+    "KEY_BYTES",
+    "TOKEN_BYTES",
+    "BlockHash",
+    "Namespace",
+    "chain_keys",
+    "derive_root",
+    "hash_block",
+    "token_bytes",
+    "token_list",
+]
 
 KEY_BYTES: Final = 16
 """Length of a root and of a block key."""
 
+TOKEN_BYTES: Final = 4
+"""Length of a token id in ``token_bytes``."""
+
 BlockHash = Callable[[bytes, bytes], bytes]
 """(parent key, token bytes of one block) -> key of that block, ``KEY_BYTES`` long."""
 
-_TOKEN_BYTES: Final = 4
 _ROOT_DOMAIN: Final = b"headstart-root-1"
 _SECRET_DOMAIN: Final = b"headstart-secret"
 
@@ -78,7 +90,7 @@ def derive_root(secret: bytes, namespace: Namespace) -> bytes:
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32, the form in which they are hashed and compared.
+    """Token ids as little-endian uint32, the form in which they are hashed, compared and sent to an engine.
 
     Raises:
         OverflowError: an id is negative or does not fit 32 bits.
@@ -88,6 +100,14 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tobytes()
+
+
+def token_list(data: bytes) -> list[int]:
+    """The inverse of ``token_bytes``. Raises ``ValueError`` when ``data`` ends within an id."""
+    ids = array("I", data)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
 
 
 def hash_block(parent: bytes, tokens: bytes) -> bytes:
@@ -110,7 +130,7 @@ def chain_keys(
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, not {block_size}")
     data = token_bytes(token_ids)
-    stride = block_size * _TOKEN_BYTES
+    stride = block_size * TOKEN_BYTES
     keys: list[bytes] = []
     parent = root
     for start in range(0, len(data) - stride + 1, stride):

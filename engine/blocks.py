@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from cache_policy.keys import BlockHash, hash_block, token_bytes
+from cache_policy.keys import TOKEN_BYTES, BlockHash, hash_block, token_bytes
 from engine.errors import NoSpaceError
 from engine.pool import Block, BlockPool, PoolStats, require
 from engine.wire import CacheEvent
 
 __all__ = ["BlockManager", "BlockTable"]
-
-_TOKEN_BYTES = 4
 
 
 class BlockTable:
@@ -220,7 +218,7 @@ class BlockManager:
         if done == full or table.root is None:
             return
         data = token_bytes(table.tokens[done * self.block_size : full * self.block_size])
-        stride = self.block_size * _TOKEN_BYTES
+        stride = self.block_size * TOKEN_BYTES
         contents = [data[start : start + stride] for start in range(0, len(data), stride)]
         block_hash, keys = self._hash, table.keys
         parent = keys[-1] if done else table.root

@@ -9,13 +9,14 @@ from typing import Any, Final
 
 import msgspec
 
+from cache_policy.keys import token_list
 from cache_policy.policy import UnknownPolicyError
 from engine.batch import Batch, Runner
 from engine.blocks import BlockManager
 from engine.errors import CallError, EngineError, InvariantError
 from engine.scheduler import Scheduled, Scheduler
 from engine.sequence import Detokenizer, Sequence
-from engine.wire import EngineInfo, Load, Output, StepReport, StepTiming, Submit, unpack_tokens
+from engine.wire import EngineInfo, Load, Output, StepReport, StepTiming, Submit
 
 __all__ = ["DetokenizerFactory", "EngineCore"]
 
@@ -73,7 +74,7 @@ class EngineCore:
         if request.id in self._sequences:
             raise ValueError(f"request id {request.id} is in use")
         try:
-            tokens = unpack_tokens(request.tokens)
+            tokens = token_list(request.tokens)
         except ValueError:
             tokens = []
         refusal = self._refusal(request, tokens)

@@ -9,7 +9,6 @@ stands for its cache namespace (see ``cache_policy.keys``).
 from __future__ import annotations
 
 import struct
-from array import array
 from asyncio import StreamReader
 from typing import Any, Final
 
@@ -38,9 +37,7 @@ __all__ = [
     "decode_from_engine",
     "decode_to_engine",
     "frame",
-    "pack_tokens",
     "read_frame",
-    "unpack_tokens",
 ]
 
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
@@ -73,7 +70,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Start one request. ``id`` is chosen by the sender and unique on its connection.
 
-    ``tokens`` is the prompt as little-endian uint32 (see ``pack_tokens``), ``root`` the first parent of
+    ``tokens`` is the prompt as little-endian uint32 (``cache_policy.keys.token_bytes``), ``root`` the first parent of
     its block keys. ``use_cache`` False neither reads nor publishes blocks (a bypass).
     """
 
@@ -150,9 +147,9 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What one step produced for one request.
 
-    ``text`` is the new text (complete characters, nothing that may still be the start of a stop string); ``tokens``
-    how many tokens were generated in this step; ``token_ids`` their ids. ``finish_reason`` is ``stop``,
-    ``length``, ``abort`` or ``error``; None while it runs. ``cached_tokens`` is set once, with the first
+    ``text`` is the new text (complete characters, nothing that may still be the start of a stop string) and
+    ``token_ids`` what was generated in this step. ``finish_reason`` is ``stop``, ``length``, ``abort`` or ``error``;
+    None while it runs. ``cached_tokens`` is set once, with the first
     output: prompt tokens taken from the cache. ``prefill_s`` comes with it: this request's share of the step
     time spent on its prompt, in seconds, and ``queue_s`` the wait before its first step. ``error`` is a (code,
     message) pair, the request's last output: ``context_length_exceeded``, ``invalid_token``, ``invalid_request`` or
@@ -263,15 +260,3 @@ def decode_to_engine(body: bytes) -> ToEngine:
 def decode_from_engine(body: bytes) -> FromEngine:
     """Decode a frame's body at the gateway's end. Raises ``msgspec.DecodeError`` when it is malformed."""
     return _from_engine.decode(body)
-
-
-def pack_tokens(token_ids: list[int]) -> bytes:
-    """Token ids as little-endian uint32, a tenth of the cost of a msgpack list."""
-    return array("I", token_ids).tobytes()
-
-
-def unpack_tokens(data: bytes) -> list[int]:
-    """The inverse of ``pack_tokens``."""
-    ids = array("I")
-    ids.frombytes(data)
-    return ids.tolist()

@@ -12,15 +12,13 @@ from typing import Final
 
 import msgspec
 
-from cache_policy.keys import hash_block
+from cache_policy.keys import TOKEN_BYTES, hash_block
 from gateway.canonical.documents import Document
 
 __all__ = ["MAX_NODES", "ResidentOrder", "by_id", "longest_resident_path"]
 
 MAX_NODES: Final = 256
 """Documents tried at most in one search; a search that reaches it keeps the best path so far."""
-
-_TOKEN_BYTES: Final = 4
 
 
 class ResidentOrder(msgspec.Struct, frozen=True):
@@ -59,7 +57,7 @@ class _Search:
 
     def __init__(self, blocks: Sequence[bytes | None], block_size: int, resident: Container[bytes]) -> None:
         self._blocks = blocks
-        self._stride = block_size * _TOKEN_BYTES
+        self._stride = block_size * TOKEN_BYTES
         self._resident = resident
         self._nodes = 0
         self._best_bytes = 0
@@ -73,7 +71,7 @@ class _Search:
             self._descend(parent, head[matched:], matched, (), everything)
         placed = set(self._best_path)
         rest = tuple(index for index in everything if index not in placed)
-        return ResidentOrder(self._best_path + rest, len(self._best_path), self._best_bytes // _TOKEN_BYTES)
+        return ResidentOrder(self._best_path + rest, len(self._best_path), self._best_bytes // TOKEN_BYTES)
 
     def _follow(self, parent: bytes, data: bytes) -> tuple[bytes, int, bool]:
         """Walk the full blocks of ``data``: last resident key, bytes matched, and whether all of them are resident."""

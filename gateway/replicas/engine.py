@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import structlog
 
-from engine.wire import Abort, Call, EngineInfo, FromEngine, Load, Output, Reply, StepReport, Submit, pack_tokens
+from cache_policy.keys import token_bytes
+from engine.wire import Abort, Call, EngineInfo, FromEngine, Load, Output, Reply, StepReport, Submit
 from gateway.errors import HeadstartError, ReplicaError, ReplicaUnavailable
 from gateway.replicas.base import GenerationRequest, ReplicaObserver, ReplicaState
 from gateway.replicas.connection import EngineConnection
@@ -121,7 +122,7 @@ class EngineReplica:
         mailbox = self._in_flight.open()
         try:
             connection.send(
-                Submit(mailbox.id, pack_tokens(request.token_ids), request.root, request.sampling, request.use_cache)
+                Submit(mailbox.id, token_bytes(request.token_ids), request.root, request.sampling, request.use_cache)
             )
             while True:
                 output = await mailbox.take()

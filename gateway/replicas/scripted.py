@@ -15,11 +15,12 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
+from cache_policy.keys import token_bytes
 from engine.core import EngineCore
 from engine.detokenize import IncrementalDetokenizer
 from engine.errors import CallError
 from engine.scripted import ScriptedRunner
-from engine.wire import EngineInfo, Load, Output, StepReport, StepTiming, Submit, pack_tokens
+from engine.wire import EngineInfo, Load, Output, StepReport, StepTiming, Submit
 from gateway.errors import ReplicaError, ReplicaUnavailable
 from gateway.replicas.base import GenerationRequest, ReplicaObserver, ReplicaState
 from gateway.replicas.inflight import InFlight
@@ -139,7 +140,7 @@ class ScriptedReplica:
         self.submitted.append(request)
         try:
             core.submit(
-                Submit(mailbox.id, pack_tokens(request.token_ids), request.root, request.sampling, request.use_cache)
+                Submit(mailbox.id, token_bytes(request.token_ids), request.root, request.sampling, request.use_cache)
             )
             self._work.set()
             while True:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cache_policy
-from cache_policy.keys import KEY_BYTES, Namespace, chain_keys, derive_root, token_bytes
+from cache_policy.keys import KEY_BYTES, Namespace, chain_keys, derive_root, token_bytes, token_list
 
 SOURCE = Path(cache_policy.__file__).parents[1]
 SECRET = b"s1"
@@ -166,6 +166,14 @@ def test_a_block_has_at_least_one_token(block_size):
 def test_what_is_no_token_id_is_an_error_and_never_another_token(token_ids, error):
     with pytest.raises(error):
         token_bytes(token_ids)
+
+
+def test_tokens_are_little_endian_on_every_machine_and_come_back():
+    ids = [0, 1, 2**32 - 1]
+    assert token_bytes(ids) == bytes(4) + b"\1\0\0\0" + b"\xff" * 4
+    assert token_list(token_bytes(ids)) == ids
+    with pytest.raises(ValueError, match="multiple of item size"):
+        token_list(b"\1\0\0")
 
 
 # --- start-up ---------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from cache_policy.keys import token_bytes
 from engine.core import EngineCore
-from engine.wire import EngineInfo, Load, Sampling, Submit, pack_tokens
+from engine.wire import EngineInfo, Load, Sampling, Submit
 
 ROOT = b"r" * 16
 VOCABULARY = 211
@@ -71,7 +72,7 @@ class ModelEngine:
         first = self._next_id
         self._next_id += len(prompts)
         for id, (prompt, chosen) in enumerate(zip(prompts, each, strict=True), first):
-            self.core.submit(Submit(id, pack_tokens(prompt), ROOT, chosen, use_cache))
+            self.core.submit(Submit(id, token_bytes(prompt), ROOT, chosen, use_cache))
         tokens: list[list[int]] = [[] for _ in prompts]
         cached = [-1] * len(prompts)
         while self.core.has_work():

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from cache_policy.keys import token_bytes
 from engine.batch import Batch
 from engine.core import EngineCore
 from engine.errors import CallError
 from engine.scripted import ScriptedRunner, scripted_continuation
-from engine.wire import AllBlocksCleared, EngineInfo, Output, Sampling, StepReport, StepTiming, Submit, pack_tokens
+from engine.wire import AllBlocksCleared, EngineInfo, Output, Sampling, StepReport, StepTiming, Submit
 
 VOCABULARY = 1000
 ROOT = b"namespace-number"
@@ -113,7 +114,7 @@ class Engine:
         id = len(self.answers)
         answer = self.answers[id] = Answer()
         chosen = Sampling(max_tokens=count, **{"temperature": 0, **sampling})  # type: ignore[arg-type]
-        self.core.submit(Submit(id, pack_tokens(list(prompt)), ROOT, chosen, use_cache))
+        self.core.submit(Submit(id, token_bytes(list(prompt)), ROOT, chosen, use_cache))
         return answer
 
     def step(self) -> StepReport:
@@ -288,7 +289,7 @@ def test_an_id_in_use_is_refused() -> None:
     engine = Engine()
     engine.submit(tok(0, 5))
     with pytest.raises(ValueError, match="in use"):
-        engine.core.submit(Submit(0, pack_tokens([1]), ROOT, Sampling(max_tokens=1)))
+        engine.core.submit(Submit(0, token_bytes([1]), ROOT, Sampling(max_tokens=1)))
 
 
 # --- pressure --------------------------------------------------------------------------------------------

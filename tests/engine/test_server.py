@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from cache_policy.keys import token_bytes
 from engine.batch import Batch
 from engine.core import EngineCore
 from engine.errors import EngineError, WorkerError
@@ -34,7 +35,6 @@ from engine.wire import (
     ToEngine,
     decode_from_engine,
     frame,
-    pack_tokens,
     read_frame,
 )
 
@@ -169,7 +169,7 @@ async def greeted(connect: Callable[[], Awaitable[Client]]) -> AsyncIterator[Cli
 
 
 def submit(id: int, prompt: list[int], count: int) -> Submit:
-    return Submit(id, pack_tokens(prompt), ROOT, Sampling(max_tokens=count, temperature=0))
+    return Submit(id, token_bytes(prompt), ROOT, Sampling(max_tokens=count, temperature=0))
 
 
 def expected(prompt: list[int], count: int) -> list[int]:

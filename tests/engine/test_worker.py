@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from cache_policy.keys import token_bytes
 from engine.wire import (
     Call,
     EngineInfo,
@@ -26,7 +27,6 @@ from engine.wire import (
     Submit,
     decode_from_engine,
     frame,
-    pack_tokens,
     read_frame,
 )
 
@@ -100,7 +100,7 @@ def test_a_worker_serves_a_model_until_it_is_told_to_stop(
     prompt = list(range(40))
 
     async def generate(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, id: int) -> list[Output]:
-        writer.write(frame(Submit(id, pack_tokens(prompt), b"r" * 16, Sampling(max_tokens=6, temperature=0))))
+        writer.write(frame(Submit(id, token_bytes(prompt), b"r" * 16, Sampling(max_tokens=6, temperature=0))))
         outputs: list[Output] = []
         while not outputs or outputs[-1].finish_reason is None:
             report = decode_from_engine(await read_frame(reader))

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from cache_policy.keys import token_bytes
-from engine.wire import unpack_tokens
+from cache_policy.keys import token_bytes, token_list
 from gateway.canonical.documents import Document
 from gateway.canonical.layout import Layout
 from gateway.canonical.messages import Message
@@ -195,7 +194,7 @@ def test_documents_are_found_in_the_last_message_even_when_an_earlier_one_quotes
     messages = (Message("user", quoted), Message("assistant", "ok"), *layout.arrange(layout.documents)[1:])
     tokens = chatml.document_tokens(chatml.render(messages), [document.block for document in DOCUMENTS[:2]])
     assert tokens is not None
-    assert chatml.decode(unpack_tokens(tokens.head)).count("[Document d1]") == 1
+    assert chatml.decode(token_list(tokens.head)).count("[Document d1]") == 1
 
 
 def test_a_prompt_over_the_limit_is_refused(renderer: Renderer) -> None:

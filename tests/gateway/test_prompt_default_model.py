@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from engine.wire import unpack_tokens
+from cache_policy.keys import token_list
 from gateway.canonical.documents import Document
 from gateway.canonical.layout import Layout
 from gateway.canonical.messages import Message
@@ -69,7 +69,7 @@ def test_rag_prompts_have_the_ids_of_apply_chat_template(renderer: PromptRendere
         assert tokens is not None
         for document, ids in zip(documents, tokens.blocks, strict=True):
             if ids is not None:
-                assert unpack_tokens(ids) == reference.encode(f"\n\n{document.block}", add_special_tokens=False)
+                assert token_list(ids) == reference.encode(f"\n\n{document.block}", add_special_tokens=False)
 
 
 def test_conversations_have_the_ids_of_apply_chat_template(renderer: PromptRenderer, reference: Any) -> None:
