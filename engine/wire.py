@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from asyncio import StreamReader
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -38,6 +39,7 @@ __all__ = [
     "decode_to_engine",
     "frame",
     "read_frame",
+    "take_frames",
 ]
 
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
@@ -246,10 +248,32 @@ async def read_frame(reader: StreamReader) -> bytes:
         asyncio.IncompleteReadError: the stream has ended.
         ProtocolError: the frame is longer than ``MAX_FRAME_BYTES``.
     """
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return await reader.readexactly(_length(await reader.readexactly(_LENGTH.size), 0))
+
+
+def take_frames(buffer: bytearray) -> Iterator[bytes]:
+    """Cut complete frames off the front of ``buffer`` and yield their bodies; the beginning of the next one stays.
+
+    Raises:
+        ProtocolError: a frame is longer than ``MAX_FRAME_BYTES``.
+    """
+    start = 0
+    try:
+        while len(buffer) >= (body := start + _LENGTH.size):
+            end = body + _length(buffer, start)
+            if len(buffer) < end:
+                break
+            start = end
+            yield bytes(buffer[body:end])
+    finally:
+        del buffer[:start]
+
+
+def _length(data: bytes | bytearray, start: int) -> int:
+    (length,) = _LENGTH.unpack_from(data, start)
     if length > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {length} bytes is longer than the {MAX_FRAME_BYTES} allowed")
-    return await reader.readexactly(length)
+    return int(length)
 
 
 def decode_to_engine(body: bytes) -> ToEngine:

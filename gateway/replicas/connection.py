@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import Callable
 from typing import Final, cast
 
 import msgspec
 
-from engine.wire import MAX_FRAME_BYTES, FromEngine, ToEngine, decode_from_engine, frame
+from engine.errors import ProtocolError
+from engine.wire import FromEngine, ToEngine, decode_from_engine, frame, take_frames
 
 __all__ = ["EngineConnection"]
-
-_LENGTH: Final = struct.Struct(">I")
 
 
 class EngineConnection(asyncio.Protocol):
@@ -48,25 +46,13 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Decode every frame that is complete."""
-        buffer = self._buffer
-        buffer += data
-        start = 0
+        self._buffer += data
         try:
-            while len(buffer) - start >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(buffer, start)
-                if length > MAX_FRAME_BYTES:
-                    raise msgspec.DecodeError("the frame is too long")
-                end = start + _LENGTH.size + length
-                if len(buffer) < end:
-                    break
-                message = decode_from_engine(bytes(buffer[start + _LENGTH.size : end]))
-                start = end
-                self._on_message(message)
-        except msgspec.DecodeError as error:
+            for body in take_frames(self._buffer):
+                self._on_message(decode_from_engine(body))
+        except (msgspec.DecodeError, ProtocolError) as error:
             self._reason = f"it broke the protocol: {error}"
             self.close()
-            return
-        del buffer[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The other side is gone, or ``close`` was called."""
