@@ -234,6 +234,15 @@ def test_a_prompt_longer_than_every_replica_takes_is_refused_with_the_numbers(st
         assert caught.value.code == "context_length_exceeded"
 
 
+def test_a_chat_prompt_must_leave_room_for_one_token(
+    renderer: Callable[[str], PromptRenderer], quiet_replica: Callable[..., Any]
+) -> None:
+    count = len(Stage(renderer("chatml"), quiet_replica()).chat().token_ids)
+    assert Stage(renderer("chatml"), quiet_replica(max_model_len=count + 1)).chat()
+    with pytest.raises(ContextLengthError, match=str(count)):
+        Stage(renderer("chatml"), quiet_replica(max_model_len=count)).chat()
+
+
 def test_a_prompt_goes_only_where_it_fits(
     renderer: Callable[[str], PromptRenderer], quiet_replica: Callable[..., Any]
 ) -> None:
