@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
-        if options.parent_death:
-            die_with_parent()
+        if options.parent is not None:
+            die_with_parent(options.parent)
         core = _load(options)
         listener = bind_unix_socket(options.socket)  # last, so that who can connect is served
         try:
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-batch-tokens", type=_count(1), default=512, help="tokens computed per step (default: 512)")
     add("--max-running", type=_count(1), default=32, help="requests computed at a time (default: 32)")
     add("--threads", type=_count(0), default=0, help="for arithmetic; 0: torch's choice (default)")
-    add("--parent-death", action="store_true", help="be killed when the process that started this one ends")
+    add("--parent", type=_count(1), metavar="PID", help="be killed when this process, which started it, has ended")
     return parser
 
 

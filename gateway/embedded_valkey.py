@@ -19,7 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from gateway import tether
+import engine.parent
 from gateway.errors import HeadstartError
 from gateway.socket_folder import NoSocketFolder, make_socket_folder
 
@@ -123,7 +123,7 @@ class EmbeddedValkey:
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
         # A session of its own: Ctrl-C in the terminal must reach the gateway alone, which has its last totals to write.
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), str(binary), *arguments,
+            sys.executable, "-I", "-S", engine.parent.__file__, str(os.getpid()), str(binary), *arguments,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip

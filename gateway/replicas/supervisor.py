@@ -128,7 +128,7 @@ class EngineProcess:
 class EngineLauncher:
     """Starts engine processes for one replica, each on a new socket in a directory of its own.
 
-    ``command`` is run with ``--parent-death`` and ``--socket PATH`` appended. Owns the directory.
+    ``command`` is run with ``--parent PID`` and ``--socket PATH`` appended. Owns the directory.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -146,7 +146,7 @@ class EngineLauncher:
         self._lives += 1
         socket = self._folder / f"{self._lives}.sock"
         process = await asyncio.create_subprocess_exec(
-            *self._command, "--parent-death", "--socket", str(socket),
+            *self._command, "--parent", str(os.getpid()), "--socket", str(socket),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             env=_environment(),
             start_new_session=True,  # Ctrl-C in the terminal reaches the gateway alone, which drains first

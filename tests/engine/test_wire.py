@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ STREAM = b"".join(map(frame, MESSAGES))
 def test_frames_come_out_whole_wherever_the_stream_is_cut(cuts: list[int]) -> None:
     buffer, taken = bytearray(), []
     edges = [0, *sorted(cuts), len(STREAM)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         buffer += STREAM[start:end]
         taken += map(decode_to_engine, take_frames(buffer))
     assert taken == MESSAGES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -165,36 +164,3 @@ def test_wrong_options_are_refused_before_anything_is_loaded(
     _, log = process.communicate(timeout=DEADLINE)
     assert process.returncode == 2
     assert options[0].encode() in log
-
-
-def test_a_worker_dies_with_its_parent() -> None:
-    child = "from engine.parent import die_with_parent; die_with_parent(); print(flush=True); input()"
-    parent = f"""
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", {child!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-child.stdout.readline()
-print(child.pid, flush=True)
-input()
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", parent], cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    with process:
-        assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        assert _runs(pid)
-        process.kill()
-    deadline = time.monotonic() + DEADLINE
-    while _runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _runs(pid)
-
-
-def _runs(pid: int) -> bool:
-    """Whether the process exists and is no zombie that nobody has waited for."""
-    try:
-        os.kill(pid, 0)
-        status = Path(f"/proc/{pid}/stat")
-        return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False

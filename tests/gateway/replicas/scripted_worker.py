@@ -21,11 +21,11 @@ from engine.wire import EngineInfo
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", type=Path, required=True)
-    parser.add_argument("--parent-death", action="store_true")
+    parser.add_argument("--parent", type=int)
     parser.add_argument("--fail", action="store_true")
     options = parser.parse_args()
-    if options.parent_death:
-        die_with_parent()
+    if options.parent is not None:
+        die_with_parent(options.parent)
     if options.fail:
         sys.exit("worker: there is no such model")
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(256)}, unk_token="w0"))

@@ -1,8 +1,9 @@
-"""The tether where the kernel does not watch: a small process looks after command and parent."""
+"""No child outlives its parent: neither a Python process nor a guarded command, whoever watches."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GUARD = "import sys; sys.platform = 'elsewhere'; from gateway import tether; sys.exit(tether.main(sys.argv[1:]))"
+ELSEWHERE = "import sys; sys.platform = 'elsewhere'; "
+GUARD = ELSEWHERE + "from engine.parent import main; sys.exit(main(sys.argv[1:]))"
+DYING = (
+    "import os; from engine.parent import die_with_parent; die_with_parent(os.getppid()); print(flush=True); input()"
+)
 PARENT = f"""
 import os, subprocess, sys, time
 guard = subprocess.Popen([sys.executable, "-c", {GUARD!r}, str(os.getpid()), "/bin/sleep", "600"])
@@ -59,3 +64,27 @@ def test_the_command_ends_with_the_guard_and_its_status_is_passed_on() -> None:
         guard.terminate()
         guard.wait(10)
     assert ended(command)
+
+
+@pytest.mark.parametrize("child", [DYING, ELSEWHERE + DYING], ids=["kernel", "thread"])
+def test_a_python_process_dies_with_its_parent(child: str) -> None:
+    parent = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+input()
+"""
+    command = [sys.executable, "-c", parent]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert not ended(pid)
+        process.kill()
+    wait_for(lambda: ended(pid))
+
+
+def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
+    code = "import os; from engine.parent import die_with_parent; die_with_parent(os.getpid()); input()"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, check=False)
+    assert run.returncode == -signal.SIGKILL
