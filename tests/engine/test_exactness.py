@@ -26,9 +26,8 @@ from transformers import AutoModelForCausalLM
 from engine.models.catalog import DEFAULT_MODEL, ensure_model
 from engine.wire import Sampling
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(3000)]
-
 COUNT = int(os.environ.get("HEADSTART_EXACTNESS_PROMPTS", "8"))
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600 if COUNT <= 8 else 0)]
 TOKENS = 12 if COUNT <= 8 else 32
 GREEDY = Sampling(TOKENS, temperature=0.0, ignore_eos=True)
 SYSTEM_TOKENS = 48
