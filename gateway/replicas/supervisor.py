@@ -11,7 +11,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Final
 
 import structlog
 
-import engine
+from engine.launch import module_command, module_environment
 from engine.memory import MEMORY_SHARE
 from gateway.config import EngineConfig
 from gateway.errors import ConfigError
@@ -63,8 +62,7 @@ def engine_command(config: EngineConfig, folder: Path, served_name: str) -> list
         "max-running": config.max_running,
         "threads": threads,
     }
-    # -P: a folder named "engine" where the user happens to stand must not be taken for ours.
-    command = [sys.executable, "-P", "-m", "engine.worker"]
+    command = module_command("engine.worker")
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     return command
@@ -148,7 +146,7 @@ class EngineLauncher:
         process = await asyncio.create_subprocess_exec(
             *self._command, "--parent", str(os.getpid()), "--socket", str(socket),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-            env=_environment(),
+            env=module_environment(),
             start_new_session=True,  # Ctrl-C in the terminal reaches the gateway alone, which drains first
         )  # fmt: skip
         return EngineProcess(process, socket, replica_id)
@@ -173,13 +171,6 @@ class RestartDelay:
         delay = self._next_s
         self._next_s = min(delay * 2, _LAST_DELAY_S)
         return delay
-
-
-def _environment() -> dict[str, str]:
-    """Ours, with our own packages found first wherever this program was started from."""
-    root = str(Path(engine.__file__).resolve().parent.parent)
-    rest = os.environ.get("PYTHONPATH")
-    return os.environ | {"PYTHONPATH": root if not rest else os.pathsep.join((root, rest))}
 
 
 def _usable_cores() -> int:

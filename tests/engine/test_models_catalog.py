@@ -200,11 +200,16 @@ def test_two_that_need_the_same_model_convert_it_once(
     assert conversions == [b"shared"]
 
 
-def test_a_conversion_that_fails_gives_its_reason_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+def test_a_conversion_that_fails_gives_its_reason_and_leaves_nothing(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     gguf = tmp_path / "broken.gguf"
     gguf.write_bytes(b"this is no GGUF file")
-    with pytest.raises(ModelError, match=r"broken\.gguf could not be converted: "):
+    for name in ("engine", "torch"):  # where the user stands must not matter
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"broken\.gguf could not be converted: (?!a stranger)"):
         ensure_model(str(gguf))
     assert leftovers(cache) == []
 

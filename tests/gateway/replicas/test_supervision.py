@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.launch import module_environment
 from engine.memory import MEMORY_SHARE
 from gateway.config import EngineConfig
 from gateway.errors import ConfigError, ReplicaUnavailable
@@ -84,7 +85,7 @@ def test_an_engine_run_by_somebody_else_is_found_when_it_comes(tmp_path: Path) -
         await _until(lambda: replica.state is ReplicaState.DOWN)
         assert "no engine answers" in (replica.down_reason or "")
         process = await asyncio.create_subprocess_exec(
-            *WORKER, "--socket", str(socket), stderr=asyncio.subprocess.DEVNULL, env=supervisor._environment()
+            *WORKER, "--socket", str(socket), stderr=asyncio.subprocess.DEVNULL, env=module_environment()
         )
         try:
             await replica.wait_ready(TIMEOUT_S)
