@@ -32,7 +32,7 @@ def convert(gguf: Path, folder: Path) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True)
         )
-    except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
+    except Exception as error:  # what transformers raises over a damaged file is anything: struct.error, IndexError…
         raise ModelError(f"{type(error).__name__}: {error}") from error
     config = loaded.config
     if hasattr(config, "quantization_config"):
