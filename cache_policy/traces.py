@@ -134,6 +134,8 @@ def infer_block_size(counts: Sequence[int], lengths: Sequence[int]) -> tuple[int
 
 
 def _infer(path: Path, counts: Sequence[int], lengths: Sequence[int]) -> int:
+    if set(lengths) == set(counts) == {1}:
+        return 1  # as in a file of one id a line; any other size would give the same
     sizes = infer_block_size(counts, lengths)
     if len(sizes) == 1:
         return sizes[0]

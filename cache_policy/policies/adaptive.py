@@ -29,8 +29,10 @@ _PRIOR_REUSES: Final = 2.5
 """How many observed reuses weigh as much as the mean of all classes."""
 _TOLERANCE: Final = 0.05
 """Hits by which LRU may be ahead before it takes over, as a fraction of the pool."""
-_FORGIVENESS: Final = 32
-"""Turnovers after which half of the lag is forgiven, so that the learned order is tried again."""
+_TRUST: Final = 4
+"""Turnovers for which LRU decides then; doubled each time it takes over again, halved each time it is beaten."""
+_MARGIN: Final = 0.5
+"""How much of the promise of LRU's victim another one may have at most to leave in its place."""
 
 
 class AdaptivePolicy(QueuePolicy):
@@ -40,12 +42,11 @@ class AdaptivePolicy(QueuePolicy):
     block time was spent and how many reuses came; it goes on counting for some turnovers after a block has left, so
     that it learns what longer stays would bring. From a given age on, the best ratio of reuses to time over any
     horizon is what a block promises: its Gittins index, computed as the hit density of LHD (Beckmann, Chen & Cidon,
-    NSDI 2018) is, with classes and horizons for chains of blocks. Of each class only the least recently used leaf can
-    be the victim.
+    NSDI 2018) is. Of each class only the least recently used leaf can be the victim.
 
-    A mirror, a list of keys as LRU would keep them, tells how many hits LRU would have had. When it is ahead by more
-    than a small part of the pool, LRU decides until that is made up or forgiven. This bounds what a wrong
-    prediction can cost.
+    Two things keep a wrong prediction cheap. LRU's victim is passed over only for one that promises less than half as
+    much. And a mirror, a list of keys as LRU would keep them, tells how many hits LRU would have had: when it is ahead
+    by more than a small part of the pool, LRU decides for some turnovers, longer each time.
 
     Nothing is set for a workload: times are in turnovers, counts decay, and there is no random choice. Memory: the
     mirror has as many keys as the pool has blocks, the observations at most four times as many.
@@ -72,6 +73,8 @@ class AdaptivePolicy(QueuePolicy):
         self._tolerated = _TOLERANCE * capacity
         self._lead = 0.0
         self._cautious = False
+        self._cautious_until = 0
+        self._trust = _TRUST
 
     def inserted(self, block: int, parent: int | None, key: BlockKey, depth: int) -> None:
         """In the class of all uses that are remembered of its content."""
@@ -95,19 +98,24 @@ class AdaptivePolicy(QueuePolicy):
         del self._key[block], self._uses[block]
 
     def victim(self, evictable: Callable[[int], bool]) -> int | None:
-        """Of the least recently used leaves of all classes that which promises least, of equals the oldest."""
-        self._watch_lead()
-        found: int | None = None
-        lowest: tuple[float, int] | None = None
-        for level, queue in enumerate(self._queues):
-            block = queue.first(evictable)
-            if block is None:
-                continue
-            promise = 0.0 if self._cautious else self._promise[level][self._age_bin(self._key[block])]
-            rank = (promise, self._idle_since[block])
-            if lowest is None or rank < lowest:
-                found, lowest = block, rank
+        """The least recently used leaf, or that of another class when it promises clearly less."""
+        leaves = [(queue.first(evictable), level) for level, queue in enumerate(self._queues)]
+        candidates = [(self._idle_since[block], block, level) for block, level in leaves if block is not None]
+        if not candidates:
+            return None
+        _, oldest, level = min(candidates)
+        if self._cautious:
+            return oldest
+        found, lowest = oldest, _MARGIN * self._promised(oldest, level)
+        for _, block, level in candidates:
+            promised = self._promised(block, level)
+            if promised < lowest:
+                found, lowest = block, promised
         return found
+
+    def _promised(self, block: int, level: int) -> float:
+        observed = self._observed.get(self._key[block])
+        return self._promise[level][-1 if observed is None else _BIN_OF_AGE[self._period - observed[0]]]
 
     def _used(self, block: int, uses: int) -> None:
         """A use has ended: count the reuse, if it is one, and follow the block from now on."""
@@ -137,10 +145,6 @@ class AdaptivePolicy(QueuePolicy):
         if not cohorts[period]:
             del cohorts[period]
 
-    def _age_bin(self, key: BlockKey) -> int:
-        observed = self._observed.get(key)
-        return _BINS - 1 if observed is None else _BIN_OF_AGE[self._period - observed[0]]
-
     def _next_period(self) -> None:
         """Add the block time of the period that ends, forget what is too old, and learn."""
         for cohorts, spent in zip(self._cohorts, self._block_time, strict=True):
@@ -152,7 +156,7 @@ class AdaptivePolicy(QueuePolicy):
         fade = _DECAY ** (self._period_length / self.capacity)
         for counts in (*self._reuses, *self._block_time):
             counts[:] = [count * fade for count in counts]
-        self._lead *= 0.5 ** (self._period_length / self.capacity / _FORGIVENESS) if self._lead < 0 else 1.0
+        self._weigh_lru()
         self._learn()
 
     def _learn(self) -> None:
@@ -185,13 +189,19 @@ class AdaptivePolicy(QueuePolicy):
             self._mirror.popitem(last=False)
         return int(hit)
 
-    def _watch_lead(self) -> None:
-        # An old lead must not hide that the requests have changed.
-        self._lead = min(self._lead, self._tolerated)
-        if self._lead < -self._tolerated:
+    def _weigh_lru(self) -> None:
+        """Let LRU decide for a while when it would have had clearly more hits, the longer the more often it had."""
+        if self._cautious:
+            if self._insertions >= self._cautious_until:
+                self._cautious, self._lead = False, 0.0
+        elif self._lead < -self._tolerated:
             self._cautious = True
-        elif self._lead > -self._tolerated / 2:
-            self._cautious = False
+            self._cautious_until = self._insertions + self._trust * self.capacity
+            self._trust *= 2
+        elif self._lead > self._tolerated:
+            # An old lead must not hide that the requests have changed.
+            self._lead = self._tolerated
+            self._trust = max(_TRUST, self._trust // 2)
 
 
 def _level(uses: int) -> int:

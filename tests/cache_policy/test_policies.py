@@ -85,3 +85,69 @@ def test_a_swap_to_lru_keeps_the_old_order(pool_type):
     blocks = [pool.serve([label])[0] for label in (1, 2, 3)]
     pool.swap(create_policy("lru", 4))
     assert [pool.evict() for _ in blocks] == blocks
+
+
+def test_lfu_lets_the_rarely_used_go_first(pool_type):
+    pool = pool_type(create_policy("lfu", 3))
+    (first,), (second,), (third,) = (pool.serve([label]) for label in (1, 2, 3))
+    for label in (1, 1, 2, 3, 2):
+        pool.serve([label])
+    assert [pool.evict() for _ in range(3)] == [third, first, second]
+
+
+def test_gdsf_forgets_old_fame(pool_type):
+    pool = pool_type(create_policy("gdsf", 2))
+    for _ in range(3):
+        (famous,) = pool.serve([0])
+    for label in range(1, 6):
+        pool.serve([label])  # each evicts the one before, and ranks one higher
+    assert (0,) not in pool.block_of
+    assert famous in pool.path_of
+
+
+@pytest.mark.parametrize("name", ["wtinylfu", "adaptive"])
+def test_what_comes_back_too_late_for_lru_is_learned_amid_a_scan(name, pool_type):
+    pool = pool_type(create_policy(name, 40))
+    hits = 0
+    for serial in range(600):
+        hits += serial >= 200 and (0, serial % 10) in pool.block_of
+        pool.serve([0, serial % 10])
+        for scan in range(10):
+            pool.serve([1, 1000 + 10 * serial + scan])
+    lru = pool_type(create_policy("lru", 40))
+    for serial in range(100):
+        assert serial < 10 or (0, serial % 10) not in lru.block_of
+        lru.serve([0, serial % 10])
+        for scan in range(10):
+            lru.serve([1, 1000 + 10 * serial + scan])
+    assert hits > 300
+
+
+def test_tlru_keeps_the_beginning_of_a_long_conversation(pool_type):
+    pool = pool_type(create_policy("tlru", 64))
+    long = pool.serve([1] * 40)
+    short = pool.serve([2] * 10)
+    order = [pool.evict() for _ in range(50)]
+    assert order == [*long[:23:-1], *short[::-1], *long[23::-1]]
+
+
+def test_rlt_spares_what_was_used_in_this_phase(pool_type):
+    pool = pool_type(create_policy("rlt", 10))
+    for label in range(10):
+        pool.serve([label])
+    pool.serve([10])  # all were used: a new phase begins, and one goes
+    (survivor,) = pool.serve([min(path[0] for path in pool.block_of)])
+    for label in range(11, 19):
+        pool.serve([label])
+    assert survivor in pool.path_of
+    assert {label for (label,) in pool.block_of} == {pool.path_of[survivor][0], *range(10, 19)}
+
+
+def test_adaptive_lets_lru_decide_while_its_mirror_is_ahead(pool_type):
+    policy = create_policy("adaptive", 16)
+    pool = pool_type(policy)
+    policy._lead = -1e6
+    for label in range(40):
+        pool.serve([label])
+    assert policy._cautious
+    assert pool.policy.victim(pool.evictable) == min(pool.evictable_blocks(), key=pool.last_use.__getitem__)

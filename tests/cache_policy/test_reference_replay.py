@@ -1,70 +1,95 @@
-"""Hit counts on a recorded trace equal those of an independent simulator, block for block.
-
-The replay follows the prefix-constrained rules: hits are the leading resident blocks and are pinned, the rest is
-allocated in order by leaf-first eviction, uses are reported at the end of the request, deepest block first.
-"""
+"""Hit rates on recorded traces equal those of an independent simulator. ``benchmarks/policies.py`` has all of them."""
 
 from __future__ import annotations
 
-import gzip
+import functools
+import importlib.util
 import json
 import os
-from collections import Counter
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from cache_policy.policy import create_policy
+from cache_policy.replay import replay
+from cache_policy.traces import read_trace
 
-DATA = Path(os.environ.get("HEADSTART_REFERENCE_DATA", Path(__file__).parents[3] / "shared" / "data"))
-TRACE = DATA / "traces" / "claude_code_A.jsonl.gz"
+ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("HEADSTART_REFERENCE_DATA", ROOT.parent / "shared" / "data"))
+MOONCAKE, AGENTS, RAG = "mooncake_conversation", "claude_code_A", "xquad_en k5 relevance hoisted"
+REFERENCE_NAMES = {"s3fifo": "S3FIFO", "wtinylfu": "WTinyLFU"}
 
-pytestmark = pytest.mark.skipif(not TRACE.exists(), reason="no reference data: set HEADSTART_REFERENCE_DATA")
-
-
-def replay(requests, policy):
-    """Returns (hit blocks, evictions). Blocks are their hash ids, as these are unique to a whole prefix."""
-    free, hits, evictions = policy.capacity, 0, 0
-    parent: dict[int, int | None] = {}
-    children: Counter[int | None] = Counter()
-    pinned: set[int] = set()
-    for ids in requests:
-        hit = next((count for count, block in enumerate(ids) if block not in parent), len(ids))
-        hits += hit
-        pinned.update(ids[:hit])
-        for block in ids[:hit]:
-            policy.acquired(block)
-        kept = hit
-        for depth in range(hit, min(len(ids), policy.capacity)):
-            policy.missed(ids[depth])
-            if free:
-                free -= 1
-            else:
-                victim = policy.victim(lambda block: block not in pinned and not children[block])
-                if victim is None:
-                    break
-                policy.removed(victim)
-                children[parent.pop(victim)] -= 1
-                evictions += 1
-            block, parent[block] = ids[depth], ids[depth - 1] if depth else None
-            children[parent[block]] += 1
-            pinned.add(block)
-            kept += 1
-        for depth in reversed(range(kept)):
-            if depth < hit:
-                policy.touched(ids[depth])
-            else:
-                policy.inserted(ids[depth], parent[ids[depth]], ids[depth], depth)
-        pinned.clear()
-    return hits, evictions
+pytestmark = pytest.mark.skipif(
+    not (DATA / "ORACLES.json").exists(), reason="no reference data: set HEADSTART_REFERENCE_DATA"
+)
 
 
-@pytest.mark.parametrize("size", [0, 2])
-@pytest.mark.parametrize("name", ["lru", "fifo"])
-def test_hits_equal_the_reference(name, size):
-    with gzip.open(TRACE, "rt") as lines:
-        requests = [json.loads(line)["hash_ids"] for line in lines]
-    reference = json.loads((DATA / "ORACLES.json").read_text())["eviction"]["claude_code_A"]["own"]["caps"][size]
-    expected = reference["prefix"][name.upper()]
-    hits, evictions = replay(requests, create_policy(name, reference["cap"]))
-    assert (hits, evictions) == (expected["hit_blocks"], expected["evictions"])
+@functools.cache
+def load(name):
+    if name != RAG:
+        return read_trace(DATA / "traces" / f"{name}.jsonl.gz")
+    from engine.models.catalog import ensure_model
+
+    tokenizer = ensure_model("smollm2-135m-instruct") / "tokenizer.json"
+    spec = importlib.util.spec_from_file_location("rag_trace", ROOT / "benchmarks" / "rag_trace.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rag.jsonl"
+        path.write_text("\n".join(module.rag_trace_lines(DATA / "rag_xquad_en", tokenizer, hoist=True)))
+        return read_trace(path)
+
+
+@functools.cache
+def oracles():
+    return json.loads((DATA / "ORACLES.json").read_text())["eviction"]
+
+
+def reference(trace, percent):
+    """Capacity and the figures of the prefix semantics, by policy."""
+    size = oracles()[trace]["own"]["caps"][[1, 2, 5, 10, 20].index(percent)]
+    return size["cap"], size["prefix"]
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "gdsf", "opt"])
+@pytest.mark.parametrize(
+    ("trace", "percent"), [(MOONCAKE, 5), (AGENTS, 2), pytest.param(RAG, 2, marks=pytest.mark.model)]
+)
+def test_policies_with_one_definition_hit_block_for_block(trace, percent, policy):
+    capacity, figures = reference(trace, percent)
+    result = replay(load(trace), policy, capacity)
+    expected = figures[policy.upper()]
+    assert (result.hit_blocks, result.hit_tokens, result.evictions) == (
+        expected["hit_blocks"],
+        expected["hit_tokens"],
+        expected["evictions"],
+    )
+
+
+@pytest.mark.parametrize("policy", ["sieve", "s3fifo", "arc", "wtinylfu"])
+@pytest.mark.parametrize(("trace", "percent"), [(MOONCAKE, 2), pytest.param(RAG, 5, marks=pytest.mark.model)])
+def test_queue_policies_are_within_a_point(trace, percent, policy):
+    capacity, figures = reference(trace, percent)
+    expected = figures[REFERENCE_NAMES.get(policy, policy.upper())]["token"]
+    assert replay(load(trace), policy, capacity).token_hit_rate == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "opt"])
+@pytest.mark.parametrize(("trace", "percent"), [(MOONCAKE, 5), (AGENTS, 10)])
+def test_plain_objects_hit_as_in_libcachesim(trace, percent, policy):
+    size = next(size for size in oracles()[trace]["libcachesim"]["caps"] if size["pct"] == percent)
+    result = replay(load(trace), policy, size["cap"], "object")
+    assert result.block_hit_rate == pytest.approx(size["hit"][policy.upper()], abs=5e-7)
+
+
+@pytest.mark.parametrize(
+    ("trace", "percent", "gap"),
+    [(MOONCAKE, 2, 0.08), (AGENTS, 5, None), pytest.param(RAG, 5, 0.25, marks=pytest.mark.model)],
+)
+def test_adaptive_closes_its_part_of_the_gap_and_never_falls_behind_lru(trace, percent, gap):
+    capacity, figures = reference(trace, percent)
+    low, high = figures["LRU"]["token"], figures["OPT"]["token"]
+    rate = replay(load(trace), "adaptive", capacity).token_hit_rate
+    assert rate >= low - 0.002
+    if gap is not None:
+        assert rate >= low + gap * (high - low)

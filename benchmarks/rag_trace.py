@@ -1,9 +1,16 @@
-"""Key traces made from the RAG request log, in the prompt form of the reference measurements."""
+"""Make a key trace from a RAG request log, for ``headstart simulate``.
+
+    python benchmarks/rag_trace.py ../shared/data/rag_xquad_en TOKENIZER.json --hoist > rag.jsonl
+
+The prompts have the form of the reference measurements (see the data's README); blocks are full ones of 16 tokens.
+"""
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -13,7 +20,9 @@ __all__ = ["rag_trace_lines"]
 _VOLATILE = ("now", "user", "trace_id")
 
 
-def rag_trace_lines(folder: Path, tokenizer_file: Path, *, documents: int = 5, hoist: bool, block_size: int = 16):
+def rag_trace_lines(
+    folder: Path, tokenizer_file: Path, *, hoist: bool, documents: int = 5, block_size: int = 16
+) -> Iterator[str]:
     """Yield one JSON line per request: its tokens and the ids of its full blocks, equal where all before is equal.
 
     ``folder`` is ``rag_xquad_en``. With ``hoist`` the volatile fields stand in one line before the question.
@@ -55,3 +64,20 @@ def rag_trace_lines(folder: Path, tokenizer_file: Path, *, documents: int = 5, h
                 parent = numbers.setdefault(content, len(numbers))
                 blocks.append(parent)
             yield json.dumps({"input_length": len(ids), "hash_ids": blocks})
+
+
+def main() -> None:
+    """Write the trace to stdout."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder with corpus.jsonl, templates.json and requests.jsonl.gz")
+    parser.add_argument("tokenizer", type=Path, help="a tokenizer.json")
+    parser.add_argument("--hoist", action="store_true", help="volatile fields in one line before the question")
+    parser.add_argument("--documents", type=int, default=5, help="documents per request")
+    arguments = parser.parse_args()
+    lines = rag_trace_lines(arguments.folder, arguments.tokenizer, hoist=arguments.hoist, documents=arguments.documents)
+    for line in lines:
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
