@@ -229,7 +229,6 @@ class _Account:
                 cached_tokens=cached,
                 completion_tokens=completion,
                 ttft_s=ttft_s,
-                e2e_s=time.monotonic() - self._arrived,
                 prefill_s=prefill_s,
                 saved_prefill_s=saved_s,
             )

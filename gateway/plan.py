@@ -18,7 +18,6 @@ class Caller(msgspec.Struct, frozen=True):
 
     tenant: str
     service_class: str = "default"
-    admin: bool = False
 
 
 class Change(msgspec.Struct, frozen=True):

@@ -74,11 +74,6 @@ class PromptRenderer:
         )
 
     @property
-    def supports_chat(self) -> bool:
-        """Whether the model has a chat template."""
-        return self._template is not None
-
-    @property
     def supports_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""
         return self._template is not None and self._template.uses_tools

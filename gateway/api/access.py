@@ -25,7 +25,7 @@ def for_tenants(connection: _Connection, _: BaseRouteHandler) -> None:
 
 def for_operator(connection: _Connection, _: BaseRouteHandler) -> None:
     """Raises ``AuthenticationError`` or ``PermissionDeniedError`` unless the caller is the operator."""
-    _gateway(connection).authenticator.operator(_peer(connection))
+    _gateway(connection).authenticator.check_operator(_peer(connection))
 
 
 def _gateway(connection: _Connection) -> Gateway:

@@ -11,7 +11,8 @@ class RequestRecord(msgspec.Struct, frozen=True):
     """What one request cost and saved. Numbers and labels only, never text.
 
     ``status`` is ``ok``, ``aborted`` (the client left) or ``failed`` (the replica could not finish). Token
-    counts equal those in the usage field sent to the client. Times in seconds: ``ttft_s`` from arrival at the
+    counts equal those in the usage field sent to the client; of a request that was cut off they are what it had cost
+    so far, 0 before its first output. Times in seconds: ``ttft_s`` from arrival at the
     gateway to the first text or token event (None when there was none), ``prefill_s`` the replica's measured
     share spent on the prompt, ``saved_prefill_s`` the estimate of what the cached tokens would have cost (see
     ``gateway.stats.cost``).
@@ -26,6 +27,5 @@ class RequestRecord(msgspec.Struct, frozen=True):
     cached_tokens: int
     completion_tokens: int
     ttft_s: float | None
-    e2e_s: float
     prefill_s: float
     saved_prefill_s: float

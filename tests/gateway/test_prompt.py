@@ -232,7 +232,6 @@ def test_a_chat_template_may_stand_in_the_tokenizers_configuration(tmp_path: Pat
 
 def test_a_model_without_chat_template_serves_completions_only(tmp_path: Path, model_folder: Folder) -> None:
     renderer = PromptRenderer(write_folder(tmp_path, model_folder("chatml")))
-    assert not renderer.supports_chat
     assert renderer.encode("cache")
     with pytest.raises(InvalidRequestError, match="/v1/completions"):
         renderer.render([Message("user", "x")])

@@ -83,7 +83,6 @@ class Site:
                     prompt_tokens=100,
                     completion_tokens=7,
                     ttft_s=0.25,
-                    e2e_s=1.0,
                     prefill_s=0.5,
                     saved_prefill_s=0.5,
                     **fields,

@@ -77,7 +77,6 @@ def record() -> Callable[..., RequestRecord]:
             "cached_tokens": 48,
             "completion_tokens": 7,
             "ttft_s": 0.25,
-            "e2e_s": 1.0,
             "prefill_s": 0.125,
             "saved_prefill_s": 0.0625,
         }

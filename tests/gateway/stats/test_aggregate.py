@@ -18,7 +18,7 @@ from gateway.stats.sums import OTHER, Labels, Sums, bucket_bound, quantile
 def record(
     at: float, *, template: str = "t", tenant: str = "default", status: str = "ok", **changes: float
 ) -> RequestRecord:
-    numbers = {"prompt_tokens": 100, "cached_tokens": 40, "completion_tokens": 7, "ttft_s": 0.2, "e2e_s": 1.0}
+    numbers = {"prompt_tokens": 100, "cached_tokens": 40, "completion_tokens": 7, "ttft_s": 0.2}
     numbers |= {"prefill_s": 0.1, "saved_prefill_s": 0.05} | changes
     return RequestRecord(finished_at=at, tenant=tenant, template=template, replica="engine-0", status=status, **numbers)
 
