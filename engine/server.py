@@ -248,6 +248,24 @@ def bind_unix_socket(path: Path) -> socket.socket:
     Raises:
         WorkerError: another process serves there, the file is no socket, or the path cannot be bound.
     """
+    try:
+        _remove_stale(path)
+        listener = socket.socket(socket.AF_UNIX)
+        umask = os.umask(0o177)  # the mode has to be right from the first moment
+        try:
+            listener.bind(str(path))
+        except OSError:
+            listener.close()
+            raise
+        finally:
+            os.umask(umask)
+    except OSError as error:
+        raise WorkerError(f"cannot listen on {path}: {error} (a unix socket's path has at most 107 bytes)") from error
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket that a killed process left at ``path``; raises ``WorkerError`` when it is anything else."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.stat().st_mode):
             raise WorkerError(f"{path} exists and is not a socket; choose another --socket")
@@ -258,13 +276,3 @@ def bind_unix_socket(path: Path) -> socket.socket:
                 path.unlink()
             else:
                 raise WorkerError(f"another process is serving on {path}")
-    listener = socket.socket(socket.AF_UNIX)
-    umask = os.umask(0o177)  # the mode has to be right from the first moment
-    try:
-        listener.bind(str(path))
-    except OSError as error:
-        listener.close()
-        raise WorkerError(f"cannot listen on {path}: {error} (a unix socket's path has at most 107 bytes)") from error
-    finally:
-        os.umask(umask)
-    return listener

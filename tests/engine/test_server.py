@@ -366,6 +366,7 @@ def test_other_files_are_left_alone(path: Path) -> None:
 
 
 def test_a_path_that_cannot_be_bound_is_named(path: Path) -> None:
-    for wrong in (path.with_name("x" * 200), path.parent / "absent" / "engine.sock"):
+    path.write_text("a file, no folder")
+    for wrong in (path.with_name("x" * 300), path.parent / "absent" / "engine.sock", path / "engine.sock"):
         with pytest.raises(WorkerError, match="cannot listen"):
             bind_unix_socket(wrong)
