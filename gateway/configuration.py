@@ -62,8 +62,10 @@ def check_config(config: Config) -> None:
     """Refuse what the types allow but nobody can want.
 
     Raises:
-        ConfigError: A key that is no SHA-256, an unknown policy, or a gateway open to the network without keys.
+        ConfigError: A key that is no SHA-256, an empty secret, an unknown policy, or a gateway open to the network without keys.
     """
+    if config.secret == "":
+        raise ConfigError("secret is empty: give a long random string, or leave it out and each start makes its own.")
     for digest in config.keys:
         _check_digest(digest, "keys")
     if config.admin.key_sha256 is not None:

@@ -62,6 +62,7 @@ def test_the_environment_reads_numbers_and_booleans_from_text() -> None:
         ("[keys]\nsk-plain = {tenant = 'a'}\n", "keys"),
         ("[admin]\nkey_sha256 = 'sk-plain'\n", "admin.key_sha256"),
         (f"[admin]\nkey_sha256 = '{_DIGEST}'\n[keys]\n{_DIGEST} = {{tenant = 'a'}}\n", "admin.key_sha256"),
+        ("secret = ''\n", "secret"),
         ("[server\n", "headstart.toml"),
     ],
 )
