@@ -62,7 +62,8 @@ def check_config(config: Config) -> None:
     """Refuse what the types allow but nobody can want.
 
     Raises:
-        ConfigError: A key that is no SHA-256, an empty secret, an unknown policy, or a gateway open to the network without keys.
+        ConfigError: A key that is no SHA-256, an empty secret, an unknown policy, or a gateway open to the network
+            without keys.
     """
     if config.secret == "":
         raise ConfigError("secret is empty: give a long random string, or leave it out and each start makes its own.")

@@ -57,7 +57,7 @@ class RequestPath:
             ModelNotFoundError: another model is served here.
             ReplicaUnavailable: no replica is ready.
         """
-        self._check_model(body)
+        self.check_model(body.model)
         use_cache = _uses_cache(body)
         with _nesting_refused():
             canonical = self._canonicalizer.canonicalize(body)
@@ -82,7 +82,7 @@ class RequestPath:
 
     def plan_completion(self, body: CompletionRequest, caller: Caller) -> Plan:
         """Decide where a text completion goes; its prompt is left as it is. Raises as ``plan_chat``."""
-        self._check_model(body)
+        self.check_model(body.model)
         prompt = _single_prompt(body.prompt)
         candidates = self._router.candidates()
         token_ids = encode_text(prompt, candidates, self._renderer) if isinstance(prompt, str) else prompt
@@ -95,16 +95,15 @@ class RequestPath:
 
     def tokenize_chat(self, body: ChatRequest) -> list[int]:
         """The ids of a chat prompt after canonicalization, documents in the caller's order. Raises as ``plan_chat``."""
-        self._check_model(body)
+        self.check_model(body.model)
         with _nesting_refused():
             layout = self._canonicalizer.canonicalize(body).layout
             return self._renderer.encode_prompt(self._renderer.render(layout.arrange(layout.documents), layout.tools))
 
-    def _check_model(self, body: SamplingFields) -> None:
-        if body.model != self._model:
-            raise ModelNotFoundError(
-                f"The model {body.model[:128]!r} is not served here; {self._model!r} is.", param="model"
-            )
+    def check_model(self, name: str) -> None:
+        """Raises ``ModelNotFoundError`` unless ``name`` is the model that is served."""
+        if name != self._model:
+            raise ModelNotFoundError(f"The model {name[:128]!r} is not served here; {self._model!r} is.", param="model")
 
     def _root_of(self, body: SamplingFields, caller: Caller) -> Callable[[Candidate], bytes]:
         """The key root per replica: who asks (never the body alone), which weights, and the body's own narrowing."""

@@ -11,7 +11,7 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath
 
 from gateway.api.decoding import decode_body
-from gateway.errors import InvalidRequestError, ModelNotFoundError, PayloadTooLargeError
+from gateway.errors import InvalidRequestError, PayloadTooLargeError
 from gateway.schema import ChatMessage, ChatRequest, HeadstartOptions
 from gateway.service import Gateway
 
@@ -86,7 +86,7 @@ def list_models(gateway: NamedDependency[Gateway]) -> ModelList:
 @get("/v1/models/{model:path}", sync_to_thread=False)
 def show_model(gateway: NamedDependency[Gateway], model: FromPath[str]) -> ModelCard:
     """One model by its name, which may hold slashes."""
-    _check_model(gateway, model.removeprefix("/"))
+    gateway.path.check_model(model.removeprefix("/"))
     return _card(gateway)
 
 
@@ -95,7 +95,8 @@ async def tokenize(gateway: NamedDependency[Gateway], request: Request[Any, Any,
     """Token ids of a text or a chat."""
     data = await request.body()
     body = decode_body(_tokenize_decoder, data)
-    _check_model(gateway, body.model)
+    if body.model is not None:
+        gateway.path.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either prompt or messages.", param="prompt")
     if body.prompt is not None:
@@ -120,7 +121,8 @@ async def tokenize(gateway: NamedDependency[Gateway], request: Request[Any, Any,
 async def detokenize(gateway: NamedDependency[Gateway], request: Request[Any, Any, Any]) -> DetokenizeResponse:
     """Text of token ids."""
     body = decode_body(_detokenize_decoder, await request.body())
-    _check_model(gateway, body.model)
+    if body.model is not None:
+        gateway.path.check_model(body.model)
     return DetokenizeResponse(gateway.renderer.decode(body.tokens))
 
 
@@ -130,8 +132,3 @@ def _card(gateway: Gateway) -> ModelCard:
 
 def _max_model_len(gateway: Gateway) -> int | None:
     return None if gateway.info is None else gateway.info.max_model_len
-
-
-def _check_model(gateway: Gateway, model: str | None) -> None:
-    if model is not None and model != gateway.model:
-        raise ModelNotFoundError(f"The model {model[:128]!r} is not served here; use {gateway.model!r}.", param="model")

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from litestar import asgi
@@ -60,7 +60,7 @@ class _Job(msgspec.Struct, frozen=True):
     body: SamplingFields
     max_tokens: int | None
     planner: Callable[[], Plan]
-    format: Any  # an AnswerFormat; msgspec takes no abstract classes
+    format: AnswerFormat
 
 
 def _chat(gateway: Gateway, data: bytes, caller: Caller) -> _Job:

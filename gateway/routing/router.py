@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -42,12 +42,12 @@ class Candidate(msgspec.Struct, frozen=True):
     resident: Set[bytes]
     in_flight: int
     waiting_tokens: int
-    curve: Any  # a PrefillCurve; msgspec takes no protocols
+    curve: PrefillCurve
 
     def expected_seconds(self, prompt_tokens: int, cached_tokens: int) -> float:
         """From now to the first token of a prompt of which it holds ``cached_tokens``."""
-        curve: PrefillCurve = self.curve
-        return curve.seconds(self.waiting_tokens, 0) + curve.seconds(prompt_tokens - cached_tokens, cached_tokens)
+        wait = self.curve.seconds(self.waiting_tokens, 0)
+        return wait + self.curve.seconds(prompt_tokens - cached_tokens, cached_tokens)
 
 
 class Flight:
