@@ -34,11 +34,10 @@ class CppStep:
 
     def __init__(self, kernels: Kernels, pool: KvPool, slices: Sequence[SequenceSlice]) -> None:
         self._kernels = kernels
-        self._pool = pool
         self._slices = slices
         self._slots = slot_mapping(slices, pool.block_size)
-        self._prepared: dict[tuple[int, int | None], tuple[AttentionArguments, AttentionTasks]] = {}
-        self._partials = torch.empty(0)
+        self._prepared: dict[tuple[int, int | None], tuple[AttentionArguments, AttentionTasks, torch.Tensor]] = {}
+        self.pool = pool
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: LayerOptions
@@ -50,11 +49,8 @@ class CppStep:
         query, key, value = _readable(query), _readable(key), _readable(value)
         output = query.new_empty(tokens, heads, value_dim)
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        arguments, tasks = self._tables(heads // kv_heads, options.sliding_window)
-        width = -(-value_dim // self._kernels.vector) * self._kernels.vector + 2
-        if self._partials.numel() < tasks.slots * heads * width:
-            self._partials = torch.empty(tasks.slots * heads * width)
-        pool = self._pool
+        arguments = self.arguments(heads, kv_heads, key_dim, value_dim, options.sliding_window)
+        pool = self.pool
         arguments.query, arguments.key, arguments.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
         arguments.query_head, arguments.query_token, _ = query.stride()
         arguments.key_head, arguments.key_token, _ = key.stride()
@@ -65,17 +61,19 @@ class CppStep:
             arguments.key_scales = pool.key_scales[layer].data_ptr()
             arguments.value_scales = pool.value_scales[layer].data_ptr()
         arguments.sinks = None if sinks is None else sinks.data_ptr()
-        arguments.partials = self._partials.data_ptr()
-        arguments.heads, arguments.kv_heads = heads, kv_heads
-        arguments.key_dim, arguments.value_dim = key_dim, value_dim
         arguments.scaling, arguments.softcap = options.scaling, options.softcap or 0.0
         self._kernels.attend(arguments)
         return output.to(dtype)
 
-    def _tables(self, group: int, window: int | None) -> tuple[AttentionArguments, AttentionTasks]:
-        """What is the same in all layers of a kind; the tables must outlive the kernel's calls."""
+    def arguments(
+        self, heads: int, kv_heads: int, key_dim: int, value_dim: int, window: int | None
+    ) -> AttentionArguments:
+        """What is the same in all layers of a kind. Its tables live as long as this step."""
+        group = heads // kv_heads
         if (group, window) not in self._prepared:
-            tasks = AttentionTasks(self._slices, self._pool.block_size, group, window)
+            tasks = AttentionTasks(self._slices, self.pool.block_size, group, window)
+            width = -(-value_dim // self._kernels.vector) * self._kernels.vector + 2
+            partials = torch.empty(tasks.slots * heads * width)
             arguments = AttentionArguments(
                 slots=self._slots.data_ptr(),
                 tasks=tasks.tasks.buffer_info()[0],
@@ -84,15 +82,20 @@ class CppStep:
                 tables=tasks.tables.buffer_info()[0],
                 merges=tasks.merges.buffer_info()[0],
                 merge_slots=tasks.merge_slots.buffer_info()[0],
+                partials=partials.data_ptr(),
                 tokens=len(self._slots),
                 task_count=len(tasks.tasks) // 6,
                 merge_count=len(tasks.merges) // 3,
-                block=self._pool.block_size,
-                kind=_KINDS[self._pool.dtype],
+                heads=heads,
+                kv_heads=kv_heads,
+                key_dim=key_dim,
+                value_dim=value_dim,
+                block=self.pool.block_size,
+                kind=_KINDS[self.pool.dtype],
                 window=window or 0,
             )
-            self._prepared[group, window] = arguments, tasks
-        return self._prepared[group, window]
+            self._prepared[group, window] = arguments, tasks, partials
+        return self._prepared[group, window][0]
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,17 +5,14 @@ Tensors are ``[rows, width]``, contiguous in their last dimension. Results go in
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
-from engine.native.library import Kernels
+from engine.native.library import FEW_ROWS, Kernels
 
 __all__ = ["Arithmetic", "KernelArithmetic", "TorchArithmetic"]
-
-_FEW_ROWS: Final = 32
-"""Up to here the kernel for few rows is faster than a general matrix product."""
 
 Norms = tuple[torch.Tensor, torch.Tensor]
 
@@ -109,8 +106,8 @@ class KernelArithmetic:
     name = "kernels"
 
     def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
         self._many = TorchArithmetic()
-        self._kernels = kernels
         self.rms_norm = kernels.rms_norm
         self.rotate = kernels.rotate
         self.silu_product = kernels.silu_product
@@ -119,7 +116,7 @@ class KernelArithmetic:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, add: bool = False
     ) -> None:
         """See ``Arithmetic``."""
-        if x.shape[0] > _FEW_ROWS:
+        if x.shape[0] > FEW_ROWS:
             self._many.linear(x, weight, bias, out, add=add)
         else:
-            self._kernels.linear(x, weight, bias, out, add=add)
+            self.kernels.linear(x, weight, bias, out, add=add)

@@ -9,8 +9,11 @@ from __future__ import annotations
 import torch
 
 from engine.attention.backend import LayerOptions, StepAttention
-from engine.models.arithmetic import Arithmetic
+from engine.attention.cpp_cpu import CppStep
+from engine.models.arithmetic import Arithmetic, KernelArithmetic
+from engine.models.fused_layers import FusedLayers
 from engine.models.lean_weights import LeanWeights
+from engine.native.library import FEW_ROWS
 
 __all__ = ["LeanModel"]
 
@@ -25,6 +28,7 @@ class LeanModel:
         self._rotary = _RotaryTable(weights.rotary, self._dtype)
         self._options = [LayerOptions(layer.scaling, layer.window) for layer in weights.layers]
         self._buffers: dict[str, torch.Tensor] = {}
+        self._fused = FusedLayers(weights, arithmetic.kernels) if isinstance(arithmetic, KernelArithmetic) else None
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, step: StepAttention
@@ -44,11 +48,14 @@ class LeanModel:
         tokens, eps = len(token_ids), weights.eps
         width = weights.embedding.shape[1]
         cos, sin = self._rotary.rows(positions)
+        normed = self._buffer("normed", tokens, width)
         hidden = self._buffer("hidden", tokens, width)
         torch.index_select(weights.embedding, 0, token_ids, out=hidden)
+        if self._fused is not None and tokens <= FEW_ROWS and isinstance(step, CppStep):
+            self._fused.run(hidden, cos, sin, step)
+            return self._logits(hidden[rows])
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            normed = self._buffer("normed", tokens, width)
             arithmetic.rms_norm(hidden, layer.input_norm, eps, normed)
             qkv = self._buffer("qkv", tokens, layer.qkv.shape[0])
             arithmetic.linear(normed, layer.qkv, layer.qkv_bias, qkv)
@@ -67,9 +74,15 @@ class LeanModel:
             product = self._buffer("product", tokens, layer.gate_up.shape[0] // 2)
             arithmetic.silu_product(gate_up, product)
             arithmetic.linear(product, layer.down, layer.down_bias, hidden, add=True)
-        arithmetic.rms_norm(hidden, weights.norm, eps, normed)
-        logits = self._buffer("logits", tokens, weights.head.shape[0])
-        arithmetic.linear(normed, weights.head, None, logits)
+        return self._logits(hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights = self._weights
+        rows, width = hidden.shape
+        normed = self._buffer("normed", rows, width)
+        self._arithmetic.rms_norm(hidden, weights.norm, weights.eps, normed)
+        logits = self._buffer("logits", rows, weights.head.shape[0])
+        self._arithmetic.linear(normed, weights.head, None, logits)
         return logits
 
     def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:

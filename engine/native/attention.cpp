@@ -7,38 +7,8 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "kernels.h"
 #include "simd.h"
-
-extern "C" {
-struct headstart_task {
-  int32_t first_row, rows;      // in `row_token` and `row_position`
-  int32_t first_key, last_key;  // positions, the last one excluded
-  int32_t table;                // where its block table starts in `tables`
-  int32_t slot;                 // of the first row, the others follow; -1: rows are complete, write them out
-};
-struct headstart_merge {
-  int32_t token, first, count;  // in `merge_slots`
-};
-struct headstart_attention {
-  const float *query, *key, *value;
-  float* out;  // [tokens, heads, value_dim]
-  void *pool_keys, *pool_values;
-  float *key_scales, *value_scales;  // [blocks, kv_heads, block], for int8
-  const float* sinks;
-  int64_t query_token, query_head, key_token, key_head, value_token, value_head;  // strides in elements
-  const int64_t* slots;                                                           // of the batch's tokens
-  const headstart_task* tasks;
-  const int32_t *row_token, *row_position, *tables;
-  const headstart_merge* merges;
-  const int32_t* merge_slots;
-  float* partials;  // [slots, heads, padded value_dim + 2]
-  int32_t tokens, task_count, merge_count;
-  int32_t heads, kv_heads, key_dim, value_dim, block;
-  int32_t kind;    // of the pool: 0 float32, 1 bfloat16, 2 int8
-  int32_t window;  // 0: none
-  float scaling, softcap;
-};
-}
 
 namespace headstart {
 
@@ -338,5 +308,8 @@ extern "C" void headstart_layout(int32_t* sizes) {
   sizes[0] = sizeof(headstart_attention);
   sizes[1] = sizeof(headstart_task);
   sizes[2] = sizeof(headstart_merge);
-  sizes[3] = headstart::W;
+  sizes[3] = sizeof(headstart_layer);
+  sizes[4] = sizeof(headstart_kv);
+  sizes[5] = sizeof(headstart_batch);
+  sizes[6] = headstart::W;
 }

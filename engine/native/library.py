@@ -11,11 +11,11 @@ import torch
 
 from engine.errors import KernelError
 
-__all__ = ["AttentionArguments", "Kernels"]
+__all__ = ["FEW_ROWS", "AttentionArguments", "BatchArguments", "Kernels", "KvPointers", "LayerPointers"]
 
 
 class AttentionArguments(Structure):
-    """``headstart_attention`` of attention.cpp, field by field."""
+    """``headstart_attention`` of kernels.h, field by field."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("query", "key", "value", "out", "pool_keys", "pool_values")),
@@ -30,6 +30,39 @@ class AttentionArguments(Structure):
         ("softcap", c_float),
     )
 
+
+class LayerPointers(Structure):
+    """``headstart_layer``."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "qkv", "qkv_bias", "query_norm", "key_norm")),
+        *((name, c_void_p) for name in ("output", "output_bias", "mlp_norm", "gate_up", "gate_up_bias")),
+        ("down", c_void_p),
+        ("down_bias", c_void_p),
+        ("scaling", c_float),
+        ("kind", c_int32),
+    )
+
+
+class KvPointers(Structure):
+    """``headstart_kv``."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales"))
+
+
+class BatchArguments(Structure):
+    """``headstart_batch``."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("layers", "pool", "attentions", "cos", "sin", "hidden", "normed", "qkv")),
+        *((name, c_void_p) for name in ("attended", "gate_up", "product")),
+        *((name, c_int32) for name in ("layer_count", "tokens", "width", "intermediate", "heads", "kv_heads", "dim")),
+        ("eps", c_float),
+    )
+
+
+FEW_ROWS: Final = 32
+"""Up to here ``Kernels.linear`` is faster than a general matrix product."""
 
 _TASK_BYTES: Final = 6 * 4
 _MERGE_BYTES: Final = 3 * 4
@@ -52,18 +85,23 @@ class Kernels:
                 function.restype = None
         except (OSError, AttributeError) as error:
             raise KernelError(f"{path} cannot be loaded: {error}") from error
-        sizes = (c_int32 * 4)()
+        sizes = (c_int32 * 7)()
         library.headstart_layout(sizes)
-        if sizes[:3] != [ctypes.sizeof(AttentionArguments), _TASK_BYTES, _MERGE_BYTES]:
+        structures = [ctypes.sizeof(kind) for kind in (LayerPointers, KvPointers, BatchArguments)]
+        if sizes[:6] != [ctypes.sizeof(AttentionArguments), _TASK_BYTES, _MERGE_BYTES, *structures]:
             raise KernelError(f"{path} does not fit this version of the program")
         library.headstart_set_threads(torch.get_num_threads())
         self._library = library
-        self.vector = int(sizes[3])
+        self.vector = int(sizes[6])
         """Floats per vector; dimensions are padded to a multiple of it."""
 
     def attend(self, arguments: AttentionArguments) -> None:
         """Store K and V and attend, see attention.cpp."""
         self._library.headstart_attend(byref(arguments))
+
+    def layers(self, arguments: BatchArguments) -> None:
+        """Compute all layers of a model over a batch of few tokens, see layers.cpp."""
+        self._library.headstart_layers(byref(arguments))
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, add: bool
@@ -121,6 +159,7 @@ class Kernels:
 
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "headstart_attend": (POINTER(AttentionArguments),),
+    "headstart_layers": (POINTER(BatchArguments),),
     "headstart_layout": (POINTER(c_int32),),
     "headstart_set_threads": (c_int,),
     "headstart_linear": (c_void_p, c_int64, *[c_void_p] * 3, c_int64, *[c_int] * 4),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cache_policy.keys import token_bytes
 from engine.core import EngineCore
 from engine.wire import EngineInfo, Load, Sampling, Submit
+
+if TYPE_CHECKING:
+    from engine.native.library import Kernels
 
 ROOT = b"r" * 16
 VOCABULARY = 211
@@ -30,12 +33,20 @@ class ModelEngine:
     """Runs prompts to their end through scheduler, block manager and model; checks the invariants at each step."""
 
     def __init__(
-        self, folder: Path, *, num_blocks: int, block_size: int, max_batch_tokens: int, max_running: int, threads: int
+        self,
+        folder: Path,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_batch_tokens: int,
+        max_running: int,
+        threads: int,
+        **options: Any,
     ) -> None:
         from engine.runner import ModelRunner
 
         self.runner = ModelRunner(
-            folder, dtype="float32", num_blocks=num_blocks, block_size=block_size, threads=threads
+            folder, dtype="float32", num_blocks=num_blocks, block_size=block_size, threads=threads, **options
         )
         model = self.runner.info
         info = EngineInfo(
@@ -94,7 +105,7 @@ class ModelEngine:
 
 @pytest.fixture
 def model_engine() -> Callable[..., ModelEngine]:
-    """Makes engines over a model folder."""
+    """Makes engines over a model folder; ``options`` are the runner's."""
 
     def make(
         folder: Path,
@@ -104,6 +115,7 @@ def model_engine() -> Callable[..., ModelEngine]:
         max_batch_tokens: int = 64,
         max_running: int = 8,
         threads: int = 1,
+        **options: Any,
     ) -> ModelEngine:
         return ModelEngine(
             folder,
@@ -112,9 +124,21 @@ def model_engine() -> Callable[..., ModelEngine]:
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
             threads=threads,
+            **options,
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Kernels:
+    """The C++ kernels, built into the user's cache when they are not there yet."""
+    from engine.native.build import build_kernels, compiler
+    from engine.native.library import Kernels
+
+    if compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    return Kernels(build_kernels())
 
 
 @pytest.fixture
