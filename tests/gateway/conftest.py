@@ -1,8 +1,13 @@
-"""Model folders without weights: small tokenizers of the families in wide use, each with a chat template."""
+"""Model folders without weights: small tokenizers of the families in wide use, each with a chat template.
+
+And how every test here waits for something: ``until`` it is so.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -99,6 +104,14 @@ def _instructions() -> tuple[Tokenizer, str, dict[str, str]]:
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     tokenizer.train_from_iterator([text.replace("\n", "\n ") for text in TRAINING_TEXT], trainer)
     return tokenizer, INSTRUCTIONS, {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Poll a condition; fails when it is not met in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met in time"
+        await asyncio.sleep(0.002)
 
 
 @pytest.fixture(scope="session")

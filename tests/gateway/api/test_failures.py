@@ -15,7 +15,8 @@ from gateway.config import LimitsConfig, ServerConfig
 from gateway.replicas.base import ReplicaState
 from gateway.server import run
 
-from .conftest import BASE, MODEL, Answer, Bench, Service, until, with_limits
+from ..conftest import until
+from .conftest import BASE, MODEL, Answer, Bench, Service, with_limits
 
 
 def _start(service: Service, **fields: Any) -> asyncio.Task[Answer]:

@@ -6,7 +6,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from .conftest import MODEL, Bench, Service, until
+from ..conftest import until
+from .conftest import MODEL, Bench, Service
 
 MESSAGES = [{"role": "system", "content": "Answer shortly."}, {"role": "user", "content": "What is cached?"}]
 DOCUMENTS = [{"id": "b", "title": "B", "text": "Blocks. " * 20}, {"id": "a", "text": "Prefixes. " * 20}]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -18,6 +17,8 @@ from gateway.errors import ReplicaLost
 from gateway.replicas.base import GenerationRequest, ReplicaState
 from gateway.replicas.engine import EngineReplica
 from gateway.replicas.supervisor import EngineLauncher, engine_command
+
+from ..conftest import until
 
 TIMEOUT_S = 120.0
 ROOT = bytes(16)
@@ -59,13 +60,6 @@ def _ids(outputs: list[Output]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        await asyncio.sleep(0.01)
-
-
 def test_the_engine_process_keeps_the_contract_over_its_lives(tiny_model: Path) -> None:
     async def main() -> None:
         replica = EngineReplica("engine-0", EngineLauncher(engine_command(CONFIG, tiny_model, "tiny")))
@@ -85,7 +79,7 @@ def test_the_engine_process_keeps_the_contract_over_its_lives(tiny_model: Path) 
 
             async with aclosing(replica.generate(_ask(400))) as outputs:
                 await anext(outputs)
-            await _until(lambda: replica.load is not None and replica.load.running == 0)
+            await until(lambda: replica.load is not None and replica.load.running == 0, TIMEOUT_S)
             assert (await replica.call("check")) == {"ok": True}
 
             outputs = replica.generate(_ask(400))
@@ -95,7 +89,7 @@ def test_the_engine_process_keeps_the_contract_over_its_lives(tiny_model: Path) 
             with pytest.raises(ReplicaLost, match="SIGKILL"):
                 async for _ in outputs:
                     pass
-            await _until(lambda: replica.state is ReplicaState.READY)
+            await until(lambda: replica.state is ReplicaState.READY, TIMEOUT_S)
             again = await _answer(replica)
             assert again[0].cached_tokens == 0
             assert _ids(again) == _ids(cold)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -23,6 +22,8 @@ from gateway.replicas.engine import EngineReplica
 from gateway.replicas.scripted import ScriptedReplica, scripted_info
 from gateway.replicas.supervisor import EngineLauncher
 from gateway.server import run as run_on_our_loop
+
+from ..conftest import until
 
 WORKER = [sys.executable, str(Path(__file__).with_name("scripted_worker.py"))]
 ROOT = bytes(16)
@@ -85,13 +86,6 @@ async def bench(kind: str, tokenizer: Tokenizer) -> AsyncIterator[Bench]:
         yield under_test
     finally:
         await replica.stop(0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        await asyncio.sleep(0.001)
 
 
 def ask(tokens: list[int], **sampling: Any) -> GenerationRequest:

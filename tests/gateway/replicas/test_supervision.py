@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,15 +18,10 @@ from gateway.replicas.base import ReplicaState
 from gateway.replicas.engine import EngineReplica
 from gateway.replicas.supervisor import EngineLauncher, RestartDelay, engine_command, require_engine_packages
 
+from ..conftest import until
+
 WORKER = [sys.executable, str(Path(__file__).with_name("scripted_worker.py"))]
 TIMEOUT_S = 20.0
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        await asyncio.sleep(0.005)
 
 
 def _alive(pid: int) -> bool:
@@ -71,7 +64,7 @@ def test_nothing_is_left_behind_by_a_stop() -> None:
         assert folder is not None
         assert folder.stat().st_mode & 0o777 == 0o700
         await replica.stop(0)
-        await _until(lambda: not _alive(pid))
+        await until(lambda: not _alive(pid))
         assert not folder.exists()
 
     asyncio.run(main())
@@ -82,7 +75,7 @@ def test_an_engine_run_by_somebody_else_is_found_when_it_comes(tmp_path: Path) -
         socket = tmp_path / "engine.sock"
         replica = EngineReplica("engine-0", socket)
         await replica.start()
-        await _until(lambda: replica.state is ReplicaState.DOWN)
+        await until(lambda: replica.state is ReplicaState.DOWN)
         assert "no engine answers" in (replica.down_reason or "")
         process = await asyncio.create_subprocess_exec(
             *WORKER, "--socket", str(socket), stderr=asyncio.subprocess.DEVNULL, env=module_environment()
@@ -110,7 +103,7 @@ def test_a_peer_that_breaks_the_protocol_is_left(tmp_path: Path) -> None:
         server = await asyncio.start_unix_server(garbage, socket)
         replica = EngineReplica("engine-0", socket)
         await replica.start()
-        await _until(lambda: replica.state is ReplicaState.DOWN)
+        await until(lambda: replica.state is ReplicaState.DOWN)
         assert "protocol" in (replica.down_reason or "")
         await replica.stop(0)
         server.close()
@@ -131,7 +124,7 @@ def test_a_peer_that_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_p
         server = await asyncio.start_unix_server(silence, socket)
         replica = EngineReplica("engine-0", socket)
         await replica.start()
-        await _until(lambda: replica.state is ReplicaState.DOWN)
+        await until(lambda: replica.state is ReplicaState.DOWN)
         assert "introduce" in (replica.down_reason or "")
         await replica.stop(0)
         server.close()

