@@ -127,7 +127,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     ``max_model_len`` is the enforced limit of prompt plus output tokens: the smaller of the model's
     positions and the whole pool. ``fingerprint`` identifies the weights. ``boot_id`` changes at each start,
     so that an index of the former life is dropped. ``profile`` holds the timed steps of the warm-up.
-    ``root`` is the Hugging Face folder from which weights and tokenizer are loaded.
+    ``root`` is the Hugging Face folder from which weights and tokenizer are loaded. ``kv_dtype`` is the format of the
+    cache, and ``method`` names the code that computes, for whoever reads a log or a benchmark.
     """
 
     model: str
@@ -144,6 +145,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     policy: str
     max_batch_tokens: int
     profile: tuple[StepTiming, ...] = ()
+    kv_dtype: str = ""
+    method: str = ""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

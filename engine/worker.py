@@ -15,19 +15,23 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from tokenizers import Tokenizer
 
 from cache_policy.policy import POLICY_NAMES
 from engine.core import EngineCore
 from engine.detokenize import IncrementalDetokenizer
-from engine.errors import EngineError
+from engine.errors import EngineError, KernelError
 from engine.memory import MEMORY_SHARE, available_bytes, pool_blocks
 from engine.models.catalog import check_model_folder, weight_files
+from engine.native.build import BackgroundBuild
 from engine.parent import die_with_parent
 from engine.server import EngineServer, bind_unix_socket
 from engine.wire import EngineInfo
+
+if TYPE_CHECKING:
+    from engine.native.library import Kernels
 
 __all__ = ["main", "serve"]
 
@@ -67,12 +71,14 @@ async def serve(server: EngineServer) -> None:
 def _load(options: argparse.Namespace) -> EngineCore:
     """The engine with its weights in memory, warmed up and timed."""
     check_model_folder(options.model)
+    building = BackgroundBuild() if options.kernels == "auto" else None
     # Imported late: what is wrong before here is said without waiting for torch.
-    from engine.models.loading import kv_bytes_per_block, read_model_info, resolve_dtype
+    from engine.models.loading import kv_bytes_per_block, read_model_info, resolve_dtype, resolve_kv_dtype
     from engine.runner import ModelRunner
 
     model = read_model_info(options.model)
-    bytes_per_block = kv_bytes_per_block(model, resolve_dtype(options.dtype), options.block_size)
+    pool_dtype = resolve_kv_dtype(options.kv_dtype, resolve_dtype(options.dtype))
+    bytes_per_block = kv_bytes_per_block(model, pool_dtype, options.block_size)
     weights = sum(path.stat().st_size for path in weight_files(options.model))
     num_blocks = pool_blocks(
         options.kv_blocks,
@@ -87,6 +93,8 @@ def _load(options: argparse.Namespace) -> EngineCore:
         num_blocks=num_blocks,
         block_size=options.block_size,
         threads=options.threads,
+        kv_dtype=options.kv_dtype,
+        kernels=partial(_kernels, building) if building else None,
     )
     info = EngineInfo(
         model=options.served_name,
@@ -103,7 +111,10 @@ def _load(options: argparse.Namespace) -> EngineCore:
         policy=options.policy,
         max_batch_tokens=options.max_batch_tokens,
         profile=runner.profile(),
+        kv_dtype=runner.kv_dtype,
+        method=runner.method,
     )
+    _log.info("computing with %s, cache in %s", info.method, info.kv_dtype)
     _log.info(
         "serving %s (%s, %s): %d KV blocks of %d tokens (%d MiB), room for %d requests of %d tokens at once, "
         "at most %d tokens per request",
@@ -123,6 +134,22 @@ def _load(options: argparse.Namespace) -> EngineCore:
     )
 
 
+def _kernels(building: BackgroundBuild) -> Kernels | None:
+    """The C++ kernels, unless they could not be built or are not ready yet: nobody waits for them."""
+    from engine.native.library import Kernels
+
+    path = building.result()
+    if path is None:
+        reason = building.error or "they are still being built, and will be used from the next start on"
+        _log.info("computing without the C++ kernels: %s", reason)
+        return None
+    try:
+        return Kernels(path)
+    except KernelError as error:
+        _log.warning("computing without the C++ kernels: %s", error)
+        return None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m engine.worker",
@@ -134,6 +161,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, required=True, help="Hugging Face folder with weights and tokenizer")
     add("--served-name", required=True, help="the model's name for clients")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of weights and KV (default: auto)")
+    add(
+        "--kv-dtype",
+        choices=["auto", "float32", "bfloat16", "int8"],
+        default="auto",
+        help="of the KV cache; auto: the model's (default)",
+    )
+    add("--kernels", choices=["auto", "off"], default="auto", help="C++ kernels: where they can be built, or never")
     add("--kv-blocks", type=_count(0), default=0, help="size of the KV pool; 0: by free memory (default)")
     add(
         "--memory-share",

@@ -20,7 +20,7 @@ from typing import Final
 from engine.errors import KernelError
 from engine.models.catalog import cache_dir
 
-__all__ = ["BackgroundBuild", "build_kernels", "built_kernels", "compiler"]
+__all__ = ["BackgroundBuild", "build_kernels", "compiler"]
 
 _SOURCES: Final = ("attention.cpp", "layers.cpp", "linear.cpp", "pointwise.cpp")
 _HEADERS: Final = ("kernels.h", "simd.h")
@@ -35,15 +35,6 @@ def compiler() -> str | None:
         if name and (found := shutil.which(name)):
             return found
     return None
-
-
-def built_kernels() -> Path | None:
-    """The library for this machine, when it has been built."""
-    program = compiler()
-    if program is None:
-        return None
-    path = _target(program)
-    return path if path.is_file() else None
 
 
 def build_kernels(*, again: bool = False) -> Path:
@@ -83,17 +74,18 @@ class BackgroundBuild:
 
     def __init__(self) -> None:
         self._thread = threading.Thread(target=self._build, name="kernel-build", daemon=True)
+        self._path: Path | None = None
         self.error: KernelError | None = None
         """Why the build failed, once it has ended."""
         self._thread.start()
 
-    def ended(self) -> bool:
-        """Whether there is nothing more to wait for."""
-        return not self._thread.is_alive()
+    def result(self) -> Path | None:
+        """The library; None when it is not ready now, or could not be built."""
+        return self._path
 
     def _build(self) -> None:
         try:
-            build_kernels()
+            self._path = build_kernels()
         except KernelError as error:
             self.error = error
 

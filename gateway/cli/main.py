@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from engine.errors import EngineError
 from gateway import __version__
+from gateway.cli.build_kernels import build_kernels
 from gateway.cli.demo import demo
 from gateway.cli.engine import engine
 from gateway.cli.hash_key import hash_key
@@ -39,7 +40,7 @@ def headstart() -> None:
     """
 
 
-for command in (serve, engine, demo, simulate, model, hash_key):
+for command in (serve, engine, demo, simulate, model, build_kernels, hash_key):
     headstart.add_command(command)
 
 

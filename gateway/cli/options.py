@@ -15,7 +15,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def engine_options(*, kv_blocks: int = 0) -> Callable[[_Command], _Command]:
-    """Add ``--model``, ``--dtype``, ``--kv-blocks``, ``--block-size`` and ``--policy``.
+    """Add ``--model``, ``--dtype``, ``--kv-dtype``, ``--kv-blocks``, ``--block-size`` and ``--policy``.
 
     ``kv_blocks`` is the default that the help text names.
     """
@@ -31,6 +31,12 @@ def engine_options(*, kv_blocks: int = 0) -> Callable[[_Command], _Command]:
             type=click.Choice(["auto", "float32", "bfloat16"]),
             help="Number format of weights and cache; auto takes bfloat16 where the processor computes in it.  "
             "[default: auto]",
+        ),
+        click.option(
+            "--kv-dtype",
+            type=click.Choice(["auto", "float32", "bfloat16", "int8"]),
+            help="Number format of the cache alone; a smaller one holds more tokens, less exactly.  "
+            "[default: auto, as --dtype]",
         ),
         click.option(
             "--kv-blocks",

@@ -64,6 +64,7 @@ def serve(config: Path | None, **options: str | int | None) -> None:
 _SETTING = {
     "model": "engine.model",
     "dtype": "engine.dtype",
+    "kv_dtype": "engine.kv_dtype",
     "kv_blocks": "engine.kv_blocks",
     "block_size": "engine.block_size",
     "policy": "engine.policy",

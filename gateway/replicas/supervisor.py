@@ -54,6 +54,7 @@ def engine_command(config: EngineConfig, folder: Path, served_name: str) -> list
         "model": folder,
         "served-name": served_name,
         "dtype": config.dtype,
+        "kv-dtype": config.kv_dtype,
         "kv-blocks": config.kv_blocks,
         "memory-share": round(MEMORY_SHARE / max(1, config.engines), 4),
         "block-size": config.block_size,

@@ -21,7 +21,9 @@ def stdin_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(KEY + "\n"))
 
 
-@pytest.mark.parametrize("arguments", [[], ["serve"], ["engine"], ["demo"], ["model"], ["model", "pull"], ["hash-key"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["serve"], ["engine"], ["demo"], ["model"], ["model", "pull"], ["hash-key"], ["build-kernels"]]
+)
 def test_every_command_explains_itself(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*arguments, "--help"]) == 0
     assert "Usage" in capsys.readouterr().out
