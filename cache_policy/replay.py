@@ -109,7 +109,7 @@ def _replay_prefixes(
     resident = bytearray(trace.unique_blocks)
     children = [0] * trace.unique_blocks
     leaf = [False] * trace.unique_blocks  # idle, and without resident children
-    parent_of = [None if parent < 0 else parent for parent in parents]
+    parent_of = [None if parent < 0 else parent for parent in parents].__getitem__
     missed = _listener(policy)
     inserted, acquired, touched, removed, victim = (
         policy.inserted,
@@ -142,33 +142,37 @@ def _replay_prefixes(
             _run(map(acquired, known))
             hit_blocks += hit
             hit_tokens += min(hit * block_size, length)
-        kept = hit
-        for block in ids[hit:capacity]:
+        wanted = ids[hit:capacity]
+        count = min(free, len(wanted))  # blocks that get room
+        free -= count
+        if missed is not None:
+            _run(map(missed, wanted[:count]))
+        for block in wanted[count:]:
             if missed is not None:
                 missed(block)
-            if free:
-                free -= 1
-            else:
-                out = victim(evictable)
-                if out is None:
-                    break
-                removed(out)
-                evictions += 1
-                resident[out] = 0
-                leaf[out] = False
-                parent = parents[out]
-                if parent >= 0:
-                    children[parent] -= 1
-                    if not children[parent] and parent != tail:
-                        leaf[parent] = True
-            resident[block] = 1
+            out = victim(evictable)
+            if out is None:
+                break
+            removed(out)
+            count += 1
+            evictions += 1
+            resident[out] = 0
+            leaf[out] = False
+            parent = parents[out]
+            if parent >= 0:
+                left = children[parent] = children[parent] - 1
+                if not left and parent != tail:
+                    leaf[parent] = True
+        if count:
             if tail >= 0:
                 children[tail] += 1
-            tail = block
-            kept += 1
-        if kept > hit:
-            new = ids[hit:kept][::-1]
-            _run(map(inserted, new, map(parent_of.__getitem__, new), new, range(kept - 1, hit - 1, -1)))
+            new = wanted[:count]
+            for block in new:
+                resident[block] = children[block] = 1
+            tail = new[-1]
+            children[tail] = 0
+            new = new[::-1]
+            _run(map(inserted, new, map(parent_of, new), new, range(hit + count - 1, hit - 1, -1)))
         _run(map(touched, reversed(known)))
         if tail >= 0:
             leaf[tail] = not children[tail]

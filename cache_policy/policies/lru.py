@@ -42,7 +42,4 @@ class LruPolicy(EvictionPolicy):
 
     def victim(self, evictable: Callable[[int], bool]) -> int | None:
         """The block that has been idle longest."""
-        for block in self._idle:
-            if evictable(block):
-                return block
-        return None
+        return next(filter(evictable, self._idle), None)
