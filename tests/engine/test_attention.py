@@ -18,12 +18,13 @@ from engine.attention.backend import (
     paged_attention,
     slot_mapping,
 )
+from engine.attention.cpp_cpu import CppCpuAttention
 from engine.attention.reference import ReferenceAttention
 from engine.attention.torch_cpu import TorchCpuAttention
 from engine.errors import UnsupportedModelError
 
 BLOCK = 4
-BACKENDS: list[AttentionBackend] = [ReferenceAttention(), TorchCpuAttention()]
+every_backend = pytest.mark.parametrize("backend", ["reference", "torch_cpu", "cpp_cpu"], indirect=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,7 +36,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    if request.param == "cpp_cpu":
+        return CppCpuAttention(request.getfixturevalue("kernels"))
+    return ReferenceAttention() if request.param == "reference" else TorchCpuAttention()
 
 
 def whole_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: LayerOptions) -> torch.Tensor:

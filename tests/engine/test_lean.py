@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from engine.batch import Batch, Chunk
 from engine.models.arithmetic import Arithmetic, KernelArithmetic, TorchArithmetic
 from engine.models.lean_weights import lean_weights
+from engine.models.loading import kv_bytes_per_block, resolve_kv_dtype
 from engine.native.library import Kernels
 from engine.runner import ModelRunner
 from engine.wire import Sampling
@@ -209,3 +210,18 @@ def test_the_kernels_compute_what_torch_computes(kernels: Kernels, rows: int, wi
 
     for got, want in zip(results(by_kernels), results(by_torch), strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_a_cache_in_a_small_number_format_serves_and_takes_the_bytes_announced(
+    kv_dtype: str, options: dict[str, Any], tiny_model: MakeModel, model_engine: MakeEngine
+) -> None:
+    _, folder = tiny_model(CONFIGS["qwen3"]())
+    engine = model_engine(folder, kv_dtype=kv_dtype, num_blocks=64, **options)
+    runner = engine.runner
+    tokens, _ = engine.generate(some_prompts(), Sampling(TOKENS, temperature=0.0, ignore_eos=True))
+    assert [len(generated) for generated in tokens] == [TOKENS] * len(tokens)
+    assert (runner.dtype, runner.kv_dtype) == ("float32", kv_dtype)
+    pool = runner._pool
+    held = sum(tensor.nbytes for tensor in (*pool.keys, *pool.values, *pool.key_scales, *pool.value_scales))
+    assert held == 64 * kv_bytes_per_block(runner.info, resolve_kv_dtype(kv_dtype, torch.float32), 4)
