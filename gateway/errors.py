@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = [
     "AuthenticationError",
+    "BodyTimeoutError",
     "ConfigError",
     "ContextLengthError",
     "GenerationError",
@@ -67,6 +68,14 @@ class PayloadTooLargeError(HeadstartError):
     status = 413
     type = "invalid_request_error"
     code = "payload_too_large"
+
+
+class BodyTimeoutError(HeadstartError):
+    """The client took too long to send the body."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "timeout"
 
 
 class AuthenticationError(HeadstartError):

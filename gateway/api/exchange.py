@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import InvalidRequestError, PayloadTooLargeError, RequestTimeoutError
+from gateway.errors import BodyTimeoutError, InvalidRequestError, PayloadTooLargeError
 from gateway.identity import Peer
 
 __all__ = ["ClientGone", "ClientWatch", "Exchange", "name_response", "request_id"]
@@ -98,7 +98,7 @@ class Exchange:
         Raises:
             PayloadTooLargeError: More than ``limit`` bytes were announced or have come.
             InvalidRequestError: It is compressed.
-            RequestTimeoutError: It did not arrive within 30 s.
+            BodyTimeoutError: It did not arrive within 30 s.
             ClientGone: The client left before its end.
         """
         for name, value in self._scope["headers"]:
@@ -110,7 +110,7 @@ class Exchange:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
                 return await self._read(limit)
         except TimeoutError:
-            raise RequestTimeoutError(f"The body did not arrive within {_BODY_TIMEOUT_S:.0f} s.") from None
+            raise BodyTimeoutError(f"The body did not arrive within {_BODY_TIMEOUT_S:.0f} s.") from None
 
     async def _read(self, limit: int) -> bytes:
         chunks: list[bytes] = []
