@@ -28,7 +28,7 @@ from engine.wire import Sampling
 
 COUNT = int(os.environ.get("HEADSTART_EXACTNESS_PROMPTS", "8"))
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600 if COUNT <= 8 else 0)]
-TOKENS = 12 if COUNT <= 8 else 32
+TOKENS = 12 if COUNT <= 8 else 16
 GREEDY = Sampling(TOKENS, temperature=0.0, ignore_eos=True)
 SYSTEM_TOKENS = 48
 BLOCK = 16
@@ -41,8 +41,10 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(folder: Path) -> list[list[int]]:
-    """Text of Python's own documentation: a system prompt that all share, then passages that some share, of 20 to
-    1,500 tokens (in CI to 400, but for one)."""
+    """Text of Python's own documentation: a system prompt that all share, then passages that some share.
+
+    Lengths are spread evenly in their logarithm between 20 and 1,500 tokens, both included.
+    """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     modules = (argparse, inspect, json, logging, random, re, subprocess)
     texts = [inspect.getdoc(member) or "" for module in modules for _, member in inspect.getmembers(module)]
@@ -51,7 +53,7 @@ def prompts(folder: Path) -> list[list[int]]:
     rng = random.Random(7)
     made = []
     for i in range(COUNT):
-        length = 20 if i == 0 else 1500 if i == 1 else rng.randint(21, 400 if COUNT <= 8 else 1500)
+        length = (20, 1500)[i] if i < 2 else round(20 * 75 ** rng.random())
         tokens = list(system)
         while len(tokens) < length:
             # Few passages, the first much more often than the last, so that prompts meet in the cache.
