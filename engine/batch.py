@@ -18,6 +18,9 @@ class Chunk(msgspec.Struct, frozen=True):
     block index to physical block and covers every position up to the end of the chunk.
     ``sample`` is True when the chunk reaches the sequence's end and its next token is wanted; the draw is fixed by
     ``seed`` and ``output_index`` (how many tokens this sequence has generated before), never by the rest of the batch.
+
+    A chunk without tokens computes nothing: it is one more draw from where the chunk before it has ended, for another
+    choice of the same prompt.
     """
 
     request_id: int
@@ -31,9 +34,14 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One step's work: prefill chunks and decodes mixed, in scheduling order."""
+    """One step's work: prefill chunks and decodes mixed, in scheduling order.
+
+    ``copies`` are pairs of blocks (from, to): what the first contains is copied to the second before any chunk is
+    computed. No block that is copied to is copied from in the same batch.
+    """
 
     chunks: list[Chunk]
+    copies: list[tuple[int, int]] = []
 
 
 class Runner(Protocol):

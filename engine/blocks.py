@@ -19,7 +19,7 @@ class BlockTable:
     are in them.
     """
 
-    __slots__ = ("blocks", "computed", "contents", "keys", "published", "publishing", "root", "tokens")
+    __slots__ = ("awaited", "blocks", "computed", "contents", "keys", "published", "publishing", "root", "tokens")
 
     def __init__(self, tokens: list[int], root: bytes | None) -> None:
         self.tokens = tokens
@@ -32,6 +32,7 @@ class BlockTable:
         # The first ``published`` blocks carry a key; no more will when ``publishing`` is False.
         self.published = 0
         self.publishing = False
+        self.awaited: bytes | None = None  # the key that was last found in flight
 
 
 class BlockManager:
@@ -39,7 +40,7 @@ class BlockManager:
 
     Contracts: an operation that raises has changed nothing; hits are pinned before anything is evicted for the same
     allocation; a block is published only after its K and V are computed; a block that is published, or named by more
-    than one table, is never written again.
+    than one table, is never written again: who shares one that is not full gets a copy from ``extend`` to go on in.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class BlockManager:
         self._pool = BlockPool(num_blocks, block_size, policy)
         self._hash = block_hash
         self._live: set[BlockTable] = set()
+        # Which table is about to compute and publish a key: whoever else needs it may wait for that.
+        self._in_flight: dict[bytes, BlockTable] = {}
 
     # --- for the scheduler -----------------------------------------------------------------------------
 
@@ -66,6 +69,24 @@ class BlockManager:
     def lookup(self, table: BlockTable) -> int:
         """How many leading tokens an allocation made now would find computed. A hint, not a reservation."""
         return len(self._match(table)[0]) * self.block_size
+
+    def in_flight(self, table: BlockTable) -> BlockTable | None:
+        """The live table that is computing the block ``table`` would have to compute first; None when nobody is.
+
+        It stays the answer until that block is published, or its table freed or kept from publishing.
+        """
+        computing = None if table.awaited is None else self._in_flight.get(table.awaited)
+        if computing is not None:
+            return computing
+        hits, collided = self._match(table)
+        at = len(hits)
+        if collided or at >= self._hittable(table):
+            return None
+        computing = self._in_flight.get(table.keys[at])
+        if computing is None or computing.root != table.root or computing.contents[at] != table.contents[at]:
+            return None
+        table.awaited = table.keys[at]
+        return computing
 
     def allocate(self, table: BlockTable, headroom: int = 0) -> int:
         """Give ``table`` blocks for all its tokens, shared ones first; return how many tokens are computed already.
@@ -92,16 +113,42 @@ class BlockManager:
         for key in table.keys[len(hits) :]:
             if pool.find(key) is None:  # the last block of a fully cached prompt is resident, yet computed again
                 pool.policy.missed(key)
+                if not collided:  # or nothing will be published
+                    self._in_flight.setdefault(key, table)
         table.blocks = [block.index for block in hits]
         table.blocks += [pool.take().index for _ in range(missing)]
         table.computed = len(hits) * self.block_size
         table.published = len(hits)
         table.publishing = table.root is not None
+        table.awaited = None
         self._live.add(table)
         return table.computed
 
-    def extend(self, table: BlockTable) -> None:
-        """Make room for the tokens appended since.
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second table with the same tokens, that shares every block in which anything is computed.
+
+        Each of the two must be given to ``extend`` before more of it is computed.
+
+        Raises:
+            ValueError: nothing of the table is computed.
+        """
+        if not table.computed:
+            raise ValueError("fork needs a table of which something is computed")
+        other = BlockTable([*table.tokens], table.root)
+        other.blocks = table.blocks[: self.blocks_for(table.computed)]
+        other.computed, other.published, other.publishing = table.computed, table.published, table.publishing
+        other.keys, other.contents = [*table.keys], [*table.contents]
+        for index in other.blocks:
+            self._pool.acquire(self._pool.blocks[index])
+        self._live.add(other)
+        return other
+
+    def extend(self, table: BlockTable) -> tuple[int, int] | None:
+        """Make room for all the tokens of ``table``, in blocks that it may write.
+
+        When the next token belongs in a block that is shared and not full, the table gets a block of its own in its
+        place. Then that is returned as (shared block, own block): its K and V have to be copied before the token is
+        computed.
 
         Raises:
             NoSpaceError: too few blocks are empty or idle.
@@ -109,12 +156,22 @@ class BlockManager:
         """
         if not table.blocks:
             raise ValueError("extend needs an allocated table")
+        pool = self._pool
         missing = self.blocks_for(len(table.tokens)) - len(table.blocks)
-        if missing <= 0:
-            return
-        if missing > self._pool.available():
-            raise NoSpaceError(missing, self._pool.available())
-        table.blocks += [self._pool.take().index for _ in range(missing)]
+        at = table.computed // self.block_size
+        shared = at < len(table.blocks) and table.computed < len(table.tokens) and pool.blocks[table.blocks[at]].ref > 1
+        if missing <= 0 and not shared:
+            return None
+        if missing + shared > pool.available():
+            raise NoSpaceError(missing + shared, pool.available())
+        copy = None
+        if shared:
+            source, own = table.blocks[at], pool.take().index
+            pool.release(pool.blocks[source])
+            table.blocks[at] = own
+            copy = source, own
+        table.blocks += [pool.take().index for _ in range(missing)]
+        return copy
 
     def commit(self, table: BlockTable, computed: int) -> None:
         """The K and V of the first ``computed`` tokens are in the table's blocks now: publish those that are full.
@@ -123,10 +180,13 @@ class BlockManager:
         copy is given back.
 
         Raises:
-            ValueError: ``computed`` goes back, or beyond the table's tokens or blocks.
+            ValueError: ``computed`` goes back, or beyond the table's tokens or blocks, or was written into a block that
+                is shared.
         """
         if not table.computed <= computed <= min(len(table.tokens), len(table.blocks) * self.block_size):
             raise ValueError(f"cannot commit {computed} tokens after {table.computed}")
+        if computed > table.computed and self._pool.blocks[table.blocks[table.computed // self.block_size]].ref > 1:
+            raise ValueError("the block after a fork is shared: extend comes before computing")
         table.computed = computed
         full = computed // self.block_size
         if full > table.published and table.publishing:
@@ -136,6 +196,7 @@ class BlockManager:
     def free(self, table: BlockTable) -> None:
         """Give all blocks of ``table`` back; published ones stay hittable. Freeing it again does nothing."""
         self._live.discard(table)
+        self._ground(table)
         # Deepest first, so that among equals the tail of a prompt leaves the cache before its head.
         for index in reversed(table.blocks):
             self._pool.release(self._pool.blocks[index])
@@ -169,7 +230,8 @@ class BlockManager:
         """
         dropped = self._pool.reset()
         for table in self._live:
-            table.publishing = table.publishing and table.published == 0
+            if table.published:
+                self._stop_publishing(table)
             table.published = 0
         return dropped, self._pool.stats().used
 
@@ -207,8 +269,12 @@ class BlockManager:
             require(keys[: table.published] == table.keys[: table.published], "published blocks carry their keys")
             require(not any(keys[table.published :]), "the other blocks of a table carry none")
             require(table.published * self.block_size <= table.computed, "published blocks are computed")
-            unwritten = table.blocks[table.computed // self.block_size :]
+            unwritten = table.blocks[self.blocks_for(table.computed) :]
             require(all(references[index] == 1 for index in unwritten), "blocks still to be written have one owner")
+        for key, table in self._in_flight.items():
+            require(table in self._live and table.publishing, "what is in flight has a table that will publish it")
+            require(key in table.keys[table.published :], "what is in flight is still to be published")
+            require(self._pool.find(key) is None, "what is in flight is not resident")
 
     # --- inside ----------------------------------------------------------------------------------------
 
@@ -227,14 +293,27 @@ class BlockManager:
             keys.append(parent)
         table.contents += contents
 
+    def _hittable(self, table: BlockTable) -> int:
+        """How many leading blocks an allocation may take from the cache: the last token is always computed."""
+        return 0 if table.root is None else (len(table.tokens) - 1) // self.block_size
+
+    def _ground(self, table: BlockTable) -> None:
+        """Nothing of ``table`` is in flight any more."""
+        for key in table.keys[table.published :]:
+            if self._in_flight.get(key) is table:
+                del self._in_flight[key]
+
+    def _stop_publishing(self, table: BlockTable) -> None:
+        self._ground(table)
+        table.publishing = False
+
     def _match(self, table: BlockTable) -> tuple[list[Block], bool]:
         """The longest run of resident blocks from the start, and whether a colliding key ended it."""
         self._hash_full_blocks(table)
         hits: list[Block] = []
         parent: Block | None = None
         root, find = table.root, self._pool.find
-        limit = (len(table.tokens) - 1) // self.block_size
-        for key, content in zip(table.keys[:limit], table.contents, strict=False):
+        for key, content in zip(table.keys[: self._hittable(table)], table.contents, strict=False):
             block = find(key)
             if block is None:
                 break
@@ -262,7 +341,8 @@ class BlockManager:
                 block = resident
             else:
                 pool.collisions += 1
-                table.publishing = False
+                self._stop_publishing(table)
                 return
+            self._in_flight.pop(key, None)  # whoever else is computing it
             parent = block
             table.published = i + 1

@@ -51,8 +51,9 @@ class EngineCore:
         self._detokenizer = detokenizer
         self._blocks = blocks or BlockManager(info.num_blocks, info.block_size, info.policy)
         self._scheduler = Scheduler(self._blocks, max_batch_tokens=info.max_batch_tokens, max_running=max_running)
+        self._max_running = max_running
         self._eos = frozenset(info.eos_token_ids)
-        self._sequences: dict[int, Sequence] = {}
+        self._choices: dict[int, list[Sequence]] = {}  # of each request, those that have not ended
         self._pending: list[Output] = []  # endings that no step computed: refusals and aborts
         self._steps = 0
         self._prompt_tokens = 0
@@ -71,7 +72,7 @@ class EngineCore:
         Raises:
             ValueError: its id is in use.
         """
-        if request.id in self._sequences:
+        if request.id in self._choices:
             raise ValueError(f"request id {request.id} is in use")
         try:
             tokens = token_list(request.tokens)
@@ -89,20 +90,20 @@ class EngineCore:
             self._detokenizer(request.sampling.stop),
             time.perf_counter(),
         )
-        self._sequences[request.id] = sequence
+        sequence.add_siblings([self._detokenizer(request.sampling.stop) for _ in range(1, request.n)])
+        self._choices[request.id] = [sequence, *sequence.siblings]
         self._scheduler.add(sequence)
 
     def abort(self, ids: tuple[int, ...]) -> None:
         """End requests and release their blocks; ids that are unknown or have ended are ignored."""
         for id in ids:
-            sequence = self._sequences.get(id)
-            if sequence is not None:
+            for sequence in [*self._choices.get(id, ())]:
                 self._pending.append(self._output(sequence, "", (), "abort"))
                 self._end(sequence)
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to compute or to report."""
-        return bool(self._sequences or self._pending or self._blocks.has_events)
+        return bool(self._choices or self._pending or self._blocks.has_events)
 
     def step(self) -> StepReport | None:
         """Compute one batch and report it; None when there was nothing to do.
@@ -113,7 +114,7 @@ class EngineCore:
         if not self.has_work():
             return None
         outputs, self._pending = self._pending, []
-        timing = self._compute(outputs) if self._sequences else None
+        timing = self._compute(outputs) if self._choices else None
         return StepReport(tuple(outputs), self.load(), timing, self._blocks.drain_events())
 
     def load(self) -> Load:
@@ -174,12 +175,15 @@ class EngineCore:
             "prompt_tokens": self._prompt_tokens,
             "cached_prompt_tokens": self._cached_tokens,
             "recomputed_tokens": self._scheduler.recomputed_tokens,
+            "shared_in_flight": self._scheduler.shared_in_flight,
         }
 
     def _refusal(self, request: Submit, tokens: list[int]) -> tuple[str, str] | None:
         """Why a request can never be served, as (code, message); None when it can."""
         if not tokens or request.sampling.max_tokens < 1:
             return "invalid_request", "a request needs at least one prompt token and max_tokens of at least 1"
+        if not 1 <= request.n <= self._max_running:
+            return "invalid_request", f"n must lie between 1 and {self._max_running}, the most that may run at once"
         if max(tokens) >= self._info.vocab_size:
             return "invalid_token", f"token ids must be below the vocabulary size of {self._info.vocab_size}"
         limit = self._info.max_model_len
@@ -195,14 +199,15 @@ class EngineCore:
         affected = [*self._scheduler.running]
         started = time.perf_counter()
         try:
-            scheduled = self._scheduler.schedule()
+            step = self._scheduler.schedule()
+            scheduled = step.scheduled
             if not scheduled:
                 raise InvariantError("there are requests, but none of them could be scheduled")
             affected = [part.sequence for part in scheduled]
             for sequence in affected:
                 if sequence.queue_s is None:
                     sequence.queue_s = started - sequence.arrived
-            sampled = self._runner.execute(Batch([part.chunk for part in scheduled]))
+            sampled = self._runner.execute(Batch([part.chunk for part in scheduled], step.copies))
             if len(sampled) != len(scheduled):
                 raise EngineError(f"the runner returned {len(sampled)} results for {len(scheduled)} chunks")
         except Exception as error:
@@ -214,6 +219,8 @@ class EngineCore:
         per_token = timing.seconds / (timing.prefill_tokens + timing.decode_tokens)
         self.consecutive_failures = 0
         for part, token in zip(scheduled, sampled, strict=True):
+            if part.sequence.id not in self._choices:  # a choice before it has failed, and with it the request
+                continue
             if not part.decode:
                 part.sequence.prefill_s += per_token * len(part.chunk.tokens)
             try:
@@ -231,6 +238,7 @@ class EngineCore:
         self._blocks.commit(sequence.table, chunk.start + len(chunk.tokens))
         if not chunk.sample:
             return None
+        self._scheduler.fork(sequence)
         if token is None:
             raise EngineError("the runner sampled no token")
         sequence.tokens.append(token)
@@ -267,7 +275,7 @@ class EngineCore:
     ) -> Output:
         """An output of a live sequence; the first one after its admission tells what its prompt has cost."""
         if sequence.reported or sequence.cached_tokens is None:
-            return Output(sequence.id, text, token_ids, finish_reason, error=error)
+            return Output(sequence.id, text, token_ids, finish_reason, error=error, index=sequence.index)
         sequence.reported = True
         self._prompt_tokens += sequence.prompt_tokens
         self._cached_tokens += sequence.cached_tokens
@@ -280,20 +288,27 @@ class EngineCore:
             sequence.prefill_s,
             sequence.queue_s,
             error,
+            sequence.index,
         )
 
     def _end(self, sequence: Sequence) -> None:
         """Forget a sequence and release its blocks."""
         self._scheduler.remove(sequence)
-        del self._sequences[sequence.id]
+        choices = self._choices[sequence.id]
+        choices.remove(sequence)
+        if not choices:
+            del self._choices[sequence.id]
 
     def _fail(self, sequences: list[Sequence], error: Exception, outputs: list[Output]) -> None:
         """End the affected requests with an error that says what kind it was, and log where it came from."""
-        _log.error("a step failed; %d requests end with an error", len(sequences), exc_info=error)
+        affected = {sequence.id: None for sequence in sequences}  # in order, each request once
+        _log.error("a step failed; %d requests end with an error", len(affected), exc_info=error)
         reason = ("engine_error", f"the engine failed while computing this request ({type(error).__name__})")
-        for sequence in sequences:
-            outputs.append(self._output(sequence, "", (), "error", reason))
-            self._end(sequence)
+        for id in affected:
+            choices = [*self._choices[id]]
+            outputs.append(self._output(choices[0], "", (), "error", reason))
+            for sequence in choices:
+                self._end(sequence)
 
 
 def _timing(scheduled: list[Scheduled], seconds: float) -> StepTiming:

@@ -106,7 +106,7 @@ class BlockPool:
         return block
 
     def acquire(self, block: Block) -> None:
-        """One more table names a published block."""
+        """One more table names a block that is published, or that another table names."""
         if block.ref == 0:
             self._idle -= 1
             self.policy.acquired(block.index)

@@ -108,6 +108,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:
         """See ``engine.batch.Runner``."""
+        self._pool.copy(batch.copies)
         logits = _forward(batch.chunks, self._compute, self._backend, self._pool)
         sampled = [chunk for chunk in batch.chunks if chunk.sample]
         tokens = iter(sample(logits, sampled, self.info.eos_token_ids) if sampled else ())
@@ -265,10 +266,10 @@ def _forward(chunks: Sequence[Chunk], compute: Forward, backend: AttentionBacken
     slices: list[SequenceSlice] = []
     rows: list[int] = []
     for chunk in chunks:
-        length = len(chunk.tokens)
-        slices.append(SequenceSlice(len(token_ids), length, chunk.start, chunk.block_table))
-        token_ids += chunk.tokens
-        positions += range(chunk.start, chunk.start + length)
+        if length := len(chunk.tokens):
+            slices.append(SequenceSlice(len(token_ids), length, chunk.start, chunk.block_table))
+            token_ids += chunk.tokens
+            positions += range(chunk.start, chunk.start + length)
         if chunk.sample:
             rows.append(len(token_ids) - 1)
     return compute(

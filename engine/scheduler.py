@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from operator import attrgetter
+from typing import Final
 
 import msgspec
 
 from engine.batch import Chunk
-from engine.blocks import BlockManager
+from engine.blocks import BlockManager, BlockTable
 from engine.errors import NoSpaceError
 from engine.sequence import Sequence
 
-__all__ = ["Scheduled", "Scheduler"]
+__all__ = ["MAX_WAITS", "Scheduled", "Scheduler", "Step"]
+
+MAX_WAITS: Final = 8
+"""For so many sequences, one after the other, another one waits at most to share what they compute."""
+
+_AGE: Final = attrgetter("age")
 
 
 class Scheduled(msgspec.Struct, frozen=True):
@@ -27,9 +34,13 @@ class Scheduler:
 
     * Decodes come first, so that a long prompt never stops a running stream.
     * Requests are admitted first come, first served, each with blocks for its whole prompt.
-    * A decode that finds no block preempts the youngest running sequence. That one goes back to the head of the queue
+    * A request that would start by computing what a running one is computing at the moment is passed over until that
+      is published, and then hits it. It holds nothing meanwhile and nobody waits behind it; whatever ends or preempts
+      the other one ends the wait; and it waits for at most ``MAX_WAITS`` others. So no wait is for ever.
+    * A decode that finds no block preempts the youngest running sequence. That one goes back to its place in the queue
       and is computed again later, but its published blocks stay hittable until they are evicted. An older sequence is
       never preempted for a younger one, so the oldest always gets to its end.
+    * The choices of a request count as running from its admission, and start as forks when its prompt is computed.
     """
 
     def __init__(self, blocks: BlockManager, *, max_batch_tokens: int, max_running: int) -> None:
@@ -40,10 +51,13 @@ class Scheduler:
         """
         if max_batch_tokens < 1 or max_running < 1:
             raise ValueError("max_batch_tokens and max_running must be positive")
-        self.waiting: deque[Sequence] = deque()  # oldest first, and all younger than the running ones
+        self.waiting: list[Sequence] = []  # oldest first
         self.running: list[Sequence] = []  # oldest first
         self.preemptions = 0
         self.recomputed_tokens = 0
+        self.shared_in_flight = 0
+        """Prompt tokens that were hit because their request had waited for another one to compute them."""
+        self._added = 0
         self._blocks = blocks
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
@@ -51,7 +65,11 @@ class Scheduler:
         self._short = max(1, max_batch_tokens // 4)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence, the youngest of all. Its prompt plus one token must fit the empty pool."""
+        """Queue a new sequence, the youngest of all. Its prompt plus one token must fit the empty pool, and it may not
+        have more choices than sequences may run."""
+        self._added += 1
+        for choice in (sequence, *sequence.siblings):
+            choice.number = self._added
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -67,45 +85,56 @@ class Scheduler:
         running = sum(sequence.remaining for sequence in self.running if not sequence.decoding)
         return running + sum(sequence.remaining for sequence in self.waiting)
 
-    def schedule(self) -> list[Scheduled]:
-        """Decide the next step; empty only when nothing is running or waiting."""
-        step = _Step(self._max_batch_tokens)
+    def fork(self, sequence: Sequence) -> None:
+        """Start the siblings of a sequence whose prompt has just been computed and committed, on its blocks."""
+        for sibling in sequence.siblings:
+            sibling.table = self._blocks.fork(sequence.table)
+            sibling.cached_tokens = sequence.cached_tokens
+            sibling.queue_s = sequence.queue_s
+            insort(self.running, sibling, key=_AGE)
+        sequence.siblings = []
+
+    def schedule(self) -> Step:
+        """Decide the next step; it has parts unless nothing is running or waiting."""
+        step = Step(self._max_batch_tokens)
         self._schedule_decodes(step)
         prefills = [sequence for sequence in self.running if not sequence.decoding]
         if prefills and prefills[0].remaining > step.budget:
             self._schedule_short(step, prefills)
         for sequence in prefills:
             step.add(sequence)
-        while step.budget and (admitted := self._admit_next()) is not None:
-            step.add(admitted)
-        return step.scheduled
+        while step.budget and (head := self._next_waiting()) is not None and self._admit(head):
+            step.add(head)
+        return step
 
-    def _schedule_decodes(self, step: _Step) -> None:
+    def _schedule_decodes(self, step: Step) -> None:
         """Schedule every decode, oldest first."""
         at = 0
         while at < len(self.running):  # preempting shortens the list from its end
             sequence = self.running[at]
             at += 1
-            if sequence.decoding and step.budget and self._make_room(sequence):
+            if sequence.decoding and step.budget and self._make_room(sequence, step):
                 step.add(sequence)
 
-    def _make_room(self, sequence: Sequence) -> bool:
+    def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Give the sequence a block for its newest token; False when it had to be preempted itself."""
         while True:
             try:
-                self._blocks.extend(sequence.table)
+                copy = self._blocks.extend(sequence.table)
             except NoSpaceError:
                 victim = self.running.pop()
                 victim.preempted_at = victim.table.computed
                 self._blocks.free(victim.table)
-                self.waiting.appendleft(victim)
+                insort(self.waiting, victim, key=_AGE)
                 self.preemptions += 1
                 if victim is sequence:
                     return False
             else:
+                if copy is not None:
+                    step.copies.append(copy)
                 return True
 
-    def _schedule_short(self, step: _Step, prefills: list[Sequence]) -> None:
+    def _schedule_short(self, step: Step, prefills: list[Sequence]) -> None:
         """Let short prompts overtake a prefill that would take the whole step, within their part of it."""
         budget = min(self._short, step.budget)
         for sequence in prefills[1:]:
@@ -113,38 +142,63 @@ class Scheduler:
                 budget -= sequence.remaining
                 prefills.remove(sequence)
                 step.add(sequence)
-        while self.waiting:
-            head = self.waiting[0].table
-            if len(head.tokens) - self._blocks.lookup(head) > budget or (admitted := self._admit_next()) is None:
+        while (head := self._next_waiting()) is not None:
+            table = head.table
+            if len(table.tokens) - self._blocks.lookup(table) > budget or not self._admit(head):
                 break
-            budget -= admitted.remaining
-            step.add(admitted)
+            budget -= head.remaining
+            step.add(head)
 
-    def _admit_next(self) -> Sequence | None:
-        """Start the oldest waiting sequence, if there is one and it fits."""
-        if not self.waiting or len(self.running) >= self._max_running:
+    def _next_waiting(self) -> Sequence | None:
+        """The oldest waiting sequence that would not compute what a running one is computing."""
+        if len(self.running) >= self._max_running:
             return None
-        sequence = self.waiting[0]
+        return next((sequence for sequence in self.waiting if not self._shall_wait(sequence)), None)
+
+    def _shall_wait(self, sequence: Sequence) -> bool:
+        """Whether what it would compute first is in flight, and its patience not at an end."""
+        other = self._blocks.in_flight(sequence.table)
+        if other is None:
+            return False
+        if other is not sequence.awaited:
+            if not sequence.waits:
+                sequence.foreseen = self._blocks.lookup(sequence.table)
+            sequence.awaited = other
+            sequence.waits += 1
+        return sequence.waits <= MAX_WAITS
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Start a waiting sequence; False when it does not fit."""
+        taken = sum(1 + len(other.siblings) for other in self.running)
+        wanted = 1 + len(sequence.siblings)
+        if taken + wanted > self._max_running:
+            return False
+        # A block for each running sequence stays: they would soon preempt what was admitted without.
+        headroom = taken + wanted - 1 if taken else 0
         try:
-            # A block for each running sequence stays: they would soon preempt what was admitted without.
-            cached = self._blocks.allocate(sequence.table, headroom=len(self.running))
+            cached = self._blocks.allocate(sequence.table, headroom=headroom)
         except NoSpaceError:
-            return None
+            return False
         if sequence.cached_tokens is None:
             sequence.cached_tokens = cached
+            if sequence.waits:
+                self.shared_in_flight += max(0, cached - sequence.foreseen)
         else:
             self.recomputed_tokens += max(0, sequence.preempted_at - cached)
-        self.waiting.popleft()
-        self.running.append(sequence)
-        return sequence
+        sequence.awaited = None
+        sequence.waits = 0
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_AGE)
+        return True
 
 
-class _Step:
-    """A step in the making: the chunks so far and the tokens left in its budget."""
+class Step:
+    """A step in the making: its parts so far, the blocks to copy before them, and the tokens left in its budget."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.scheduled: list[Scheduled] = []
+        self.copies: list[tuple[int, int]] = []
 
     def add(self, sequence: Sequence) -> None:
         """Schedule as many of the sequence's tokens as the budget allows, possibly none."""
@@ -155,6 +209,13 @@ class _Step:
             return
         self.budget -= count
         end = start + count
+        self._append(sequence, table, start, end)
+        if end == len(table.tokens):
+            for sibling in sequence.siblings:
+                self._append(sibling, table, end, end)
+
+    def _append(self, sequence: Sequence, table: BlockTable, start: int, end: int) -> None:
+        """Add a part; an empty one is a draw of a sibling on the blocks of the part before."""
         chunk = Chunk(
             request_id=sequence.id,
             tokens=table.tokens[start:end],

@@ -33,7 +33,9 @@ class ScriptedRunner:
         self.computed_tokens = 0
 
     def execute(self, batch: Batch) -> list[int | None]:
-        """Write every chunk's digests, then draw where a token is wanted."""
+        """Copy blocks, write every chunk's digests, then draw where a token is wanted."""
+        for source, target in batch.copies:
+            self.pool[target] = [*self.pool[source]]
         for chunk in batch.chunks:
             self._write(chunk)
         return [self._draw(chunk) if chunk.sample else None for chunk in batch.chunks]

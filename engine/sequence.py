@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import Protocol
 
 from engine.blocks import BlockTable
 from engine.wire import Sampling
 
-__all__ = ["Detokenizer", "Sequence"]
+__all__ = ["Detokenizer", "Sequence", "choice_seed"]
 
 
 class Detokenizer(Protocol):
@@ -24,17 +25,25 @@ class Detokenizer(Protocol):
 
 
 class Sequence:
-    """A request from submission to its last token. Owned by ``EngineCore``; the scheduler moves it between its queues.
+    """One choice of a request, from submission to its last token. Owned by ``EngineCore``; the scheduler moves it
+    between its queues.
 
-    ``id`` is unique among the requests that have not ended. ``cached_tokens`` is fixed at the
+    ``id`` is its request's, ``index`` tells the choices of a request apart. ``cached_tokens`` is fixed at the
     first admission; later re-admissions after a preemption never count as hits. Times are in seconds.
+
+    The first choice computes the prompt. ``siblings`` are the others until then: they have no blocks, are in no queue
+    and start as forks of it.
     """
 
     __slots__ = (
         "arrived",
+        "awaited",
         "cached_tokens",
         "detokenizer",
+        "foreseen",
         "id",
+        "index",
+        "number",
         "preempted_at",
         "prefill_s",
         "prompt_tokens",
@@ -42,7 +51,9 @@ class Sequence:
         "reported",
         "sampling",
         "seed",
+        "siblings",
         "table",
+        "waits",
     )
 
     def __init__(
@@ -68,6 +79,27 @@ class Sequence:
         self.prefill_s = 0.0
         self.queue_s: float | None = None
         self.reported = False  # the first output is out, and with it cached_tokens and the times
+        self.index = 0
+        self.siblings: list[Sequence] = []
+        self.number = 0  # place in the order of arrival, given by the scheduler
+        # While it waits for blocks that another sequence is computing:
+        self.awaited: BlockTable | None = None  # the last one it waited for
+        self.waits = 0  # how many it has waited for
+        self.foreseen = 0  # tokens it would have found computed without waiting
+
+    def add_siblings(self, detokenizers: list[Detokenizer]) -> None:
+        """Make it the first of several choices, one more for each detokenizer, each with a seed of its own."""
+        for index, detokenizer in enumerate(detokenizers, 1):
+            sibling = Sequence(self.id, self.tokens, None, self.sampling, detokenizer, self.arrived)
+            sibling.index = index
+            sibling.seed = choice_seed(self.seed, index)
+            sibling.reported = True  # the prompt counts once, with the first choice
+            self.siblings.append(sibling)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts sequences, the oldest first."""
+        return self.number, self.index
 
     @property
     def tokens(self) -> list[int]:
@@ -88,3 +120,11 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether only its newest generated token is still to be computed."""
         return self.generated > 0 and self.remaining == 1
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of a request's choice ``index``, 64 bits, from the request's own; that of the first is just it."""
+    if not index:
+        return seed
+    counter = seed.to_bytes(8, "little") + index.to_bytes(4, "little")
+    return int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little")

@@ -66,7 +66,7 @@ class EngineServer:
         self._stopping = threading.Event()
         # Owned by the event loop:
         self._ids = itertools.count()
-        self._routes: dict[int, tuple[_Connection, int]] = {}  # engine's id -> connection and its own id
+        self._routes: dict[int, _Route] = {}  # by the engine's ids
         self._connections: set[_Connection] = set()
         self._handlers: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
@@ -148,10 +148,11 @@ class EngineServer:
             route = self._routes.get(output.id)
             if route is None:  # its connection has gone
                 continue
-            connection, id = route
-            outputs.setdefault(connection, []).append(msgspec.structs.replace(output, id=id))
+            outputs.setdefault(route.connection, []).append(msgspec.structs.replace(output, id=route.id))
             if output.finish_reason is not None:
-                del self._routes[output.id], connection.requests[id]
+                route.choices -= 1
+                if not route.choices or output.error is not None:
+                    del self._routes[output.id], route.connection.requests[route.id]
         others: bytes | None = None
         for connection in self._connections:
             if not connection.welcomed:
@@ -201,7 +202,7 @@ class EngineServer:
                     raise ProtocolError(f"request id {message.id} is in use")
                 id = next(self._ids)
                 connection.requests[message.id] = id
-                self._routes[id] = connection, message.id
+                self._routes[id] = _Route(connection, message.id, message.n)
                 self._commands.put(partial(self._core.submit, msgspec.structs.replace(message, id=id)))
             case Abort():
                 known = tuple(connection.requests[id] for id in message.ids if id in connection.requests)
@@ -240,6 +241,17 @@ class _Connection:
         self.writer = writer
         self.requests: dict[int, int] = {}
         self.welcomed = False
+
+
+class _Route:
+    """Where a request's outputs go: the connection, its own id, and how many choices have not ended there."""
+
+    __slots__ = ("choices", "connection", "id")
+
+    def __init__(self, connection: _Connection, id: int, choices: int) -> None:
+        self.connection = connection
+        self.id = id
+        self.choices = choices
 
 
 def bind_unix_socket(path: Path) -> socket.socket:

@@ -73,7 +73,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Start one request. ``id`` is chosen by the sender and unique on its connection.
 
     ``tokens`` is the prompt as little-endian uint32 (``cache_policy.keys.token_bytes``), ``root`` the first parent of
-    its block keys. ``use_cache`` False neither reads nor publishes blocks (a bypass).
+    its block keys. ``use_cache`` False neither reads nor publishes blocks (a bypass). ``n`` choices continue the
+    prompt, which is computed once; the seed of each is derived from the request's seed and its index.
     """
 
     id: int
@@ -81,6 +82,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     root: bytes
     sampling: Sampling
     use_cache: bool = True
+    n: int = 1
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -150,15 +152,17 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What one step produced for one request.
+    """What one step produced for one choice of a request.
 
     ``text`` is the new text (complete characters, nothing that may still be the start of a stop string) and
     ``token_ids`` what was generated in this step. ``finish_reason`` is ``stop``, ``length``, ``abort`` or ``error``;
     None while it runs. ``cached_tokens`` is set once, with the first
     output: prompt tokens taken from the cache. ``prefill_s`` comes with it: this request's share of the step
     time spent on its prompt, in seconds, and ``queue_s`` the wait before its first step. ``error`` is a (code,
-    message) pair, the request's last output: ``context_length_exceeded``, ``invalid_token``, ``invalid_request`` or
-    ``engine_error``.
+    message) pair: ``context_length_exceeded``, ``invalid_token``, ``invalid_request`` or ``engine_error``.
+
+    ``index`` is the choice, 0 to ``Submit.n`` - 1. A request has ended when each of its choices has a finish reason, or
+    with an ``error``, which ends all of them.
     """
 
     id: int
@@ -169,6 +173,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     prefill_s: float | None = None
     queue_s: float | None = None
     error: tuple[str, str] | None = None
+    index: int = 0
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):

@@ -72,8 +72,9 @@ class SequenceSlice(msgspec.Struct, frozen=True):
 class KvPool:
     """K and V of every layer, in blocks: one tensor ``[blocks, kv_heads, block, dim]`` per layer and kind.
 
-    Owned by the model runner; written only by a step's attention. Starts as zeros, which the system provides lazily, so
-    that a block takes memory when it is first written; and whatever is read beyond a sequence's end is finite.
+    Owned by the model runner, which copies blocks; all else is written by a step's attention. Starts as zeros, which
+    the system provides lazily, so that a block takes memory when it is first written; and whatever is read beyond a
+    sequence's end is finite.
 
     ``dtype`` is that of the tensors. With int8 each row of a head has a scale of its own in ``key_scales`` and
     ``value_scales``, float32 ``[blocks, kv_heads, block]``; with other types these are empty.
@@ -102,6 +103,15 @@ class KvPool:
         self.key_scales, self.value_scales = (
             [torch.zeros(shape, device=device) for shape in shapes if dtype == torch.int8] for _ in range(2)
         )
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, in every layer: each pair's first block to its second, which is in no other pair."""
+        if not pairs:
+            return
+        sources, targets = torch.tensor(pairs, device=self.keys[0].device).unbind(1)
+        for tensors in (self.keys, self.values, self.key_scales, self.value_scales):
+            for tensor in tensors:
+                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
     def rows(self, slots: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """Rows of a layer's pool seen as ``[blocks * kv_heads * block, dim]``, token by token, head by head."""

@@ -65,8 +65,8 @@ class LeanModel:
             query, key, value = torch.split(heads.transpose(0, 1), [weights.heads, weights.kv_heads, weights.kv_heads])
             attended = step.attend(index, query, key, value, self._options[index]).view(tokens, -1)
             if index == last:
-                tokens = len(rows)
-                attended, hidden, normed = attended[rows], hidden[rows], normed[:tokens]
+                tokens = len(rows)  # more than tokens were computed when several choices start from one of them
+                attended, hidden, normed = attended[rows], hidden[rows], self._buffer("normed", tokens, width)
             arithmetic.linear(attended, layer.output, layer.output_bias, hidden, add=True)
             arithmetic.rms_norm(hidden, layer.mlp_norm, eps, normed)
             gate_up = self._buffer("gate_up", tokens, layer.gate_up.shape[0])

@@ -98,6 +98,21 @@ class ModelEngine:
         assert self.load.used_blocks == 0
         return tokens, cached
 
+    def choices(self, prompt: list[int], sampling: Sampling, n: int) -> list[list[int]]:
+        """Generated tokens of the ``n`` choices of one prompt."""
+        self.core.submit(Submit(self._next_id, token_bytes(prompt), ROOT, sampling, n=n))
+        self._next_id += 1
+        tokens: list[list[int]] = [[] for _ in range(n)]
+        while self.core.has_work():
+            report = self.core.step()
+            assert report is not None
+            for output in report.outputs:
+                assert output.error is None, output.error
+                tokens[output.index] += output.token_ids
+        self.core.call("check", {})
+        assert self.load.used_blocks == 0
+        return tokens
+
     def forget(self) -> None:
         """Make the cache cold."""
         self.core.call("reset_cache", {})

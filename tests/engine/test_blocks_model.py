@@ -1,7 +1,16 @@
-"""The block manager against a model of what each block really contains, over random histories (invariants I1-I8)."""
+"""The block manager against a model of what each block really contains, over random histories (invariants I1-I8).
+
+The long form drives the same model for HEADSTART_BLOCK_OPERATIONS operations with each of ten seeds; it is left out
+where that is not set. A million in all::
+
+    HEADSTART_BLOCK_OPERATIONS=100000 python -m pytest tests/engine/test_blocks_model.py -k long
+"""
 
 from __future__ import annotations
 
+import os
+import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -48,6 +57,7 @@ class PoolModel(RuleBasedStateMachine):
         self.slots: list[list[Written | None]] = [[None] * BLOCK for _ in range(NUM_BLOCKS)]
         self.tables: list[BlockTable] = []
         self.resident: dict[bytes, bytes | None] = {}  # key -> parent's key, from events alone
+        self.hits = self.copies = self.in_flight = 0  # how often each was seen
 
     # --- what the model knows ------------------------------------------------------------------------
 
@@ -78,6 +88,20 @@ class PoolModel(RuleBasedStateMachine):
             count += 1
         return count * BLOCK
 
+    def assert_in_flight(self, table: BlockTable) -> None:
+        """Who is waited for is alive and computing exactly the tokens that would be computed first otherwise."""
+        other = self.blocks.in_flight(table)
+        if other is None:
+            return
+        self.in_flight += 1
+        end = self.expected_hit(table) + BLOCK
+        assert other in self.tables
+        assert other.publishing
+        assert other.root == table.root
+        assert end < len(table.tokens)  # more than the hit is left to compute
+        assert other.tokens[:end] == table.tokens[:end]
+        assert other.computed < end
+
     def assert_hit(self, found: int, table: BlockTable) -> None:
         assert found == self.expected_hit(table)
 
@@ -95,6 +119,7 @@ class PoolModel(RuleBasedStateMachine):
         table = BlockTable(tokens, root)
         before = self.state()
         self.assert_hit(self.blocks.lookup(table), table)
+        self.assert_in_flight(table)
         hit = self.blocks.lookup(table)
         try:
             cached = self.blocks.allocate(table, headroom)
@@ -102,6 +127,7 @@ class PoolModel(RuleBasedStateMachine):
             assert self.state() == before
             return multiple()
         assert cached == table.computed == hit
+        self.hits += hit > 0
         self.tables.append(table)
         self.hear()
         return table
@@ -110,17 +136,50 @@ class PoolModel(RuleBasedStateMachine):
     def append(self, table: BlockTable, token: int) -> None:
         before = self.state()
         table.tokens.append(token)
-        try:
-            self.blocks.extend(table)
-        except NoSpaceError:
+        if not self.extend(table):
             table.tokens.pop()
             assert self.state() == before
-            assert before[0].used == NUM_BLOCKS  # type: ignore[index]
+
+    def extend(self, table: BlockTable) -> bool:
+        """Make room, and copy what is to be copied; False when there was no space."""
+        used = self.blocks.stats().used
+        sharers = Counter(block for other in self.tables for block in other.blocks)
+        held = list(table.blocks)
+        try:
+            copy = self.blocks.extend(table)
+        except NoSpaceError:
+            assert used > NUM_BLOCKS - (-(-len(table.tokens) // BLOCK) - len(held) + 1)
+            return False
+        if copy is None:
+            assert table.blocks[: len(held)] == held
+        else:
+            source, target = copy
+            assert sharers[source] > 1  # nobody copies what is its own
+            assert not sharers[target]
+            assert [target if block == source else block for block in held] == table.blocks[: len(held)]
+            self.slots[target] = [*self.slots[source]]
+            self.copies += 1
         self.hear()
+        return True
+
+    @precondition(lambda self: any(table.computed for table in self.tables))
+    @rule(target=live, table=live)
+    def fork(self, table: BlockTable) -> object:
+        if not table.computed or len(self.tables) > 2 * NUM_BLOCKS:
+            return multiple()
+        used = self.blocks.stats().used
+        other = self.blocks.fork(table)
+        assert self.blocks.stats().used == used
+        assert (other.tokens, other.computed) == (table.tokens, table.computed)
+        self.tables.append(other)
+        self.hear()
+        return other
 
     @rule(table=live, count=st.sampled_from([1, 5, 13]))
     def compute(self, table: BlockTable, count: int) -> None:
         end = min(len(table.tokens), table.computed + count)
+        if not self.extend(table):
+            return
         for position in range(table.computed, end):
             block = table.blocks[position // BLOCK]
             assert sum(block in other.blocks for other in self.tables) == 1  # never write what is shared
@@ -237,6 +296,68 @@ class CollidingPoolModel(PoolModel):
 
     def assert_hit(self, found: int, table: BlockTable) -> None:
         assert found <= self.expected_hit(table)
+
+
+def drive(model: PoolModel, seed: int, operations: int) -> None:
+    """A history without hypothesis, and so much longer: all the same every invariant after every operation."""
+    draw = random.Random(seed)
+    names, weights = zip(*WEIGHTS.items(), strict=True)
+    while operations:
+        (name,) = draw.choices(names, weights)
+        table = draw.choice(model.tables) if model.tables else None
+        tokens = list(draw.choice(SOURCES)[: draw.randint(1, 13)])
+        root = draw.choice([b"one", b"two", b"one", b"two", None])
+        if table is None and name in ("append", "compute", "fork", "free"):
+            continue
+        operations -= 1
+        if name == "allocate":
+            model.allocate(tokens, root, draw.randint(0, 2))
+        elif name == "run_to_its_end":
+            model.run_to_its_end(tokens, root or b"one")
+        elif name == "evict":
+            model.evict(draw.randint(0, 2))
+        elif name == "reset":
+            model.reset()
+        elif name == "set_policy":
+            if not isinstance(model, ContraryPoolModel):
+                model.set_policy(draw.choice(POLICY_NAMES))
+        elif name == "append":
+            model.append(table, draw.randint(0, 1))
+        elif name == "compute":
+            model.compute(table, draw.choice([1, 5, 13]))
+        elif name == "fork":
+            model.fork(table)
+        elif name == "free":
+            model.free(table)
+        model.bookkeeping_is_consistent()
+        model.every_sequence_finds_its_own_content()
+        model.a_snapshot_equals_the_sum_of_the_events()
+
+
+WEIGHTS = {
+    "allocate": 20,
+    "append": 20,
+    "compute": 25,
+    "fork": 8,
+    "free": 15,
+    "run_to_its_end": 8,
+    "evict": 2,
+    "reset": 1,
+    "set_policy": 1,
+}
+LONG = int(os.environ.get("HEADSTART_BLOCK_OPERATIONS", "0"))
+
+
+@pytest.mark.skipif(not LONG, reason="HEADSTART_BLOCK_OPERATIONS is not set")
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", range(10))
+def test_long_histories_keep_every_invariant(seed: int) -> None:
+    model = (PoolModel, CollidingPoolModel, ContraryPoolModel)[seed % 3]()
+    drive(model, seed, LONG)
+    assert model.hits > LONG // 100
+    assert model.copies > LONG // 1000
+    assert model.in_flight > LONG // 1000
+    assert model.blocks.stats().evictions > LONG // 100
 
 
 @pytest.mark.parametrize("model", [PoolModel, CollidingPoolModel, ContraryPoolModel])

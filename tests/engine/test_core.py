@@ -10,9 +10,12 @@ import pytest
 
 from cache_policy.keys import token_bytes
 from engine.batch import Batch
+from engine.blocks import BlockManager, BlockTable
 from engine.core import EngineCore
 from engine.errors import CallError
+from engine.scheduler import MAX_WAITS
 from engine.scripted import ScriptedRunner, scripted_continuation
+from engine.sequence import choice_seed
 from engine.wire import AllBlocksCleared, EngineInfo, Output, Sampling, StepReport, StepTiming, Submit
 
 VOCABULARY = 1000
@@ -50,7 +53,7 @@ class Failing(ScriptedRunner):
 
 
 class Answer(msgspec.Struct):
-    """Everything one request was told."""
+    """Everything one choice of a request was told."""
 
     tokens: list[int] = []
     text: str = ""
@@ -106,23 +109,37 @@ class Engine:
         )
         self.runner = runner(num_blocks, block_size, vocab_size=VOCABULARY, eos=eos)
         self.core = EngineCore(self.runner, info, detokenizer=Words, max_running=max_running)
-        self.answers: dict[int, Answer] = {}
+        self.choices: dict[int, list[Answer]] = {}
         self.reports: list[StepReport] = []
         self.budget = max_batch_tokens
 
     def submit(self, prompt: Sequence[int], count: int = 4, *, use_cache: bool = True, **sampling: object) -> Answer:
-        id = len(self.answers)
-        answer = self.answers[id] = Answer()
+        return self.submit_choices(1, prompt, count, use_cache=use_cache, **sampling)[0]
+
+    def submit_choices(
+        self, n: int, prompt: Sequence[int], count: int = 4, *, use_cache: bool = True, **sampling: object
+    ) -> list[Answer]:
+        id = len(self.choices)
+        answers = self.choices[id] = [Answer() for _ in range(n)]
         chosen = Sampling(max_tokens=count, **{"temperature": 0, **sampling})  # type: ignore[arg-type]
-        self.core.submit(Submit(id, token_bytes(list(prompt)), ROOT, chosen, use_cache))
-        return answer
+        self.core.submit(Submit(id, token_bytes(list(prompt)), ROOT, chosen, use_cache, n))
+        return answers
+
+    @property
+    def answers(self) -> list[Answer]:
+        """The first choice of each request."""
+        return [choices[0] for choices in self.choices.values()]
 
     def step(self) -> StepReport:
         report = self.core.step()
         assert report is not None
         self.reports.append(report)
         for output in report.outputs:
-            self.answers[output.id].take(output, len(self.reports))
+            choices = self.choices[output.id]
+            choices[output.index].take(output, len(self.reports))
+            if output.error is not None:  # it ends the whole request
+                for choice in choices:
+                    choice.finish_reason, choice.error = "error", output.error
         self.core.call("check", {})
         load = report.load
         assert load.used_blocks + load.cached_blocks + load.free_blocks == self.core.info.num_blocks
@@ -130,7 +147,8 @@ class Engine:
             assert 0 < report.timing.prefill_tokens + report.timing.decode_tokens <= self.budget
         waiting = [sequence.id for sequence in self.core._scheduler.waiting]
         running = [sequence.id for sequence in self.core._scheduler.running]
-        assert [*running, *waiting] == sorted([*running, *waiting])  # never an older one behind a newer one
+        assert running == sorted(running)  # never an older one behind a newer one
+        assert waiting == sorted(waiting)
         return report
 
     def run(self) -> None:
@@ -141,7 +159,9 @@ class Engine:
             self.step()
         load = self.core.load()
         assert (load.running, load.waiting, load.used_blocks, load.queued_tokens) == (0, 0, 0, 0)
-        assert all(answer.finish_reason is not None for answer in self.answers.values())
+        assert all(choice.finish_reason is not None for choices in self.choices.values() for choice in choices)
+        assert load.used_blocks == 0
+        self.core.call("check", {})
 
 
 def tok(first: int, count: int) -> list[int]:
@@ -170,12 +190,12 @@ def test_e5_outputs_do_not_depend_on_scheduling(blocks: int, budget: int, use_ca
     for prompt in prompts:
         engine.submit(prompt, 30, use_cache=use_cache)
     engine.run()
-    for prompt, answer in zip(prompts, engine.answers.values(), strict=True):
+    for prompt, answer in zip(prompts, engine.answers, strict=True):
         assert answer.tokens == expected(prompt, 30)
         assert answer.text == "".join(f"w{token} " for token in answer.tokens) + "."
         assert answer.finish_reason == "length"
     stats = engine.core.call("stats", {})
-    hits = [answer.cached_tokens for answer in engine.answers.values()]
+    hits = [answer.cached_tokens for answer in engine.answers]
     assert stats["cached_prompt_tokens"] == sum(hits)
     if blocks == 40:
         assert stats["preemptions"] > 0
@@ -230,6 +250,288 @@ def test_a_seed_fixes_the_draws_whatever_else_runs() -> None:
     assert others[0].tokens != first.tokens != others[1].tokens != others[0].tokens
 
 
+# --- a prefix that is being computed already ------------------------------------------------------------
+
+
+def stats(engine: Engine) -> dict[str, int]:
+    return engine.core.call("stats", {})
+
+
+def test_a_prefix_in_flight_is_computed_once_and_counts_as_cached() -> None:
+    engine = Engine(max_batch_tokens=256)
+    prefix = noise(1, 160)
+    prompts = [[*prefix, *noise(seed, 20)] for seed in (2, 3, 4)]
+    answers = [engine.submit(prompt) for prompt in prompts]
+    engine.run()
+    assert [answer.tokens for answer in answers] == [expected(prompt, 4) for prompt in prompts]
+    assert [answer.cached_tokens for answer in answers] == [0, 160, 160]
+    assert stats(engine)["shared_in_flight"] == 320
+    assert engine.runner.computed_tokens == 160 + 3 * 20 + 3 * 3  # each answer's last token is never computed
+
+
+def test_only_what_was_waited_for_counts_as_shared_in_flight() -> None:
+    engine = Engine(max_batch_tokens=64)
+    prefix = noise(1, 160)
+    engine.submit(prefix[:65])
+    engine.run()
+    engine.submit(prefix)
+    engine.step()
+    second = engine.submit([*prefix, 7])
+    engine.run()
+    third = engine.submit([*prefix, 8])
+    engine.run()
+    assert (second.cached_tokens, third.cached_tokens) == (160, 160)
+    assert stats(engine)["shared_in_flight"] == 160 - 64 - 64  # cached before, and computed in the first step
+
+
+def test_a_request_waits_only_as_long_as_its_own_prefix_is_computed() -> None:
+    engine = Engine(max_batch_tokens=32)
+    long = noise(1, 320)
+    engine.submit(long, 40)
+    sharer = engine.submit([*long[:32], *noise(2, 4)], 4)
+    engine.run()
+    assert sharer.cached_tokens == 32
+    assert sharer.first_step is not None
+    assert sharer.first_step < 320 // 32
+
+
+def test_nobody_waits_behind_a_request_that_waits_to_share() -> None:
+    engine = Engine(max_batch_tokens=64)
+    prefix = noise(1, 320)
+    engine.submit(prefix, 4)
+    sharer = engine.submit([*prefix, 3], 4)
+    others = [engine.submit(noise(seed, 10), 4) for seed in range(5, 9)]
+    engine.run()
+    assert sharer.cached_tokens == 320
+    assert sharer.first_step is not None
+    assert all(other.first_step is not None and other.first_step < sharer.first_step for other in others)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_waiter_goes_on_by_itself_when_the_other_one_is_aborted(steps: int) -> None:
+    engine = Engine(max_batch_tokens=64)
+    prompt = noise(1, 180)
+    engine.submit(prompt)
+    waiter = engine.submit(prompt)
+    for _ in range(steps):
+        engine.step()
+    engine.core.abort((0,))
+    engine.step()
+    assert engine.core.load().running == 1
+    engine.run()
+    assert waiter.tokens == expected(prompt, 4)
+    assert waiter.cached_tokens == 64 * steps
+
+
+def test_the_waiter_goes_on_by_itself_when_the_other_one_fails() -> None:
+    engine = Engine(max_batch_tokens=64, runner=Failing)
+    engine.runner.fail = (2,)  # type: ignore[attr-defined]
+    prompt = noise(1, 180)
+    failed, waiter = engine.submit(prompt), engine.submit(prompt)
+    engine.run()
+    assert failed.error is not None
+    assert waiter.tokens == expected(prompt, 4)
+    assert waiter.cached_tokens == 64
+
+
+def test_the_waiter_goes_on_when_the_other_one_stops_publishing() -> None:
+    engine = Engine(max_batch_tokens=64)
+    prompt = noise(1, 180)
+    first, waiter = engine.submit(prompt), engine.submit(prompt)
+    engine.step()
+    engine.core.call("reset_cache", {})
+    engine.step()
+    engine.step()
+    assert engine.core.load().running == 2
+    engine.run()
+    assert first.tokens == waiter.tokens == expected(prompt, 4)
+    assert waiter.cached_tokens == 0
+
+
+def test_requests_that_bypass_the_cache_wait_for_nobody() -> None:
+    engine = Engine(max_batch_tokens=64)
+    prompt = noise(1, 180)
+    first, second = engine.submit(prompt, use_cache=False), engine.submit(prompt, use_cache=False)
+    engine.run()
+    assert first.cached_tokens == second.cached_tokens == 0
+    assert stats(engine)["shared_in_flight"] == 0
+
+
+def test_no_wait_is_for_ever_even_if_there_is_always_another_one_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(max_batch_tokens=16)
+    engine.submit(noise(1, 20), 40)
+    engine.step()
+    waiter = engine.submit(noise(2, 10), 4)
+    monkeypatch.setattr(BlockManager, "in_flight", lambda self, table: BlockTable([1], ROOT))
+    engine.run()
+    assert waiter.tokens == expected(noise(2, 10), 4)
+    assert waiter.first_step is not None
+    assert waiter.first_step > MAX_WAITS
+
+
+def test_sharing_under_pressure_changes_no_text_and_never_hangs() -> None:
+    """Preemptions, aborts and waiting at once, over prompts that share prefixes of every length."""
+    draw = random.Random(5)
+    engine = Engine(26, max_batch_tokens=40, max_running=6)
+    base = noise(1, 120)
+    prompts = [[*base[: draw.randrange(1, 120)], *noise(i, draw.randrange(20))] for i in range(60)]
+    answers = [engine.submit(prompt, 30) for prompt in prompts]
+    aborted = set(draw.sample(range(60), 12))
+    for id in sorted(aborted):
+        engine.step()
+        engine.core.abort((id,))
+    engine.run()
+    for id, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        assert answer.tokens == expected(prompt, 30)[: len(answer.tokens)]
+        assert id in aborted or len(answer.tokens) == 30
+    assert engine.core.load().preemptions > 0
+    assert stats(engine)["shared_in_flight"] > 0
+
+
+# --- several choices of one prompt -----------------------------------------------------------------------
+
+
+def choice_texts(
+    engine: Engine,
+    n: int,
+    prompt: Sequence[int],
+    count: int = 24,
+    *,
+    use_cache: bool = True,
+    seed: int = 7,
+    temperature: float = 1.0,
+) -> list[list[int]]:
+    answers = engine.submit_choices(n, prompt, count, use_cache=use_cache, seed=seed, temperature=temperature)
+    engine.run()
+    return [answer.tokens for answer in answers]
+
+
+def test_d4_choices_differ_and_depend_on_the_seed_alone() -> None:
+    engine = Engine()
+    cold = choice_texts(engine, 4, tok(0, 40))
+    warm = choice_texts(engine, 4, tok(0, 40))
+    engine.core.call("reset_cache", {})
+    reset = choice_texts(engine, 4, tok(0, 40))
+    assert cold == warm == reset
+    assert len({tuple(tokens) for tokens in cold}) == 4
+    assert choice_texts(engine, 4, tok(0, 40), seed=8) != cold
+    assert choice_texts(engine, 2, tok(0, 40)) == cold[:2]
+    assert stats(engine)["prompt_tokens"] == 5 * 40  # each prompt once, however many choices it has
+
+
+@pytest.mark.parametrize("length", [1, 16, 40, 48])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_choices_are_what_requests_of_their_own_would_get(length: int, use_cache: bool) -> None:
+    engine = Engine(16, 16, max_batch_tokens=24)
+    prompt = noise(1, length)
+    together = choice_texts(engine, 4, prompt, use_cache=use_cache)
+    alone = []
+    for index in range(4):
+        alone += choice_texts(engine, 1, prompt, seed=choice_seed(7, index), use_cache=use_cache)
+    assert together == alone
+    assert choice_texts(engine, 3, prompt, temperature=0.0) == [expected(prompt, 24)] * 3
+
+
+def test_a_prompt_is_computed_once_and_its_blocks_are_shared_by_its_choices() -> None:
+    engine = Engine()
+    answers = engine.submit_choices(4, tok(0, 40), 4, temperature=1.0, seed=1)
+    engine.step()
+    assert engine.runner.computed_tokens == 40
+    assert engine.core.load().used_blocks == 3
+    assert [len(answer.tokens) for answer in answers] == [1] * 4
+    assert [answer.cached_tokens for answer in answers] == [0, None, None, None]  # the prompt counts once
+    engine.step()
+    assert engine.core.load().used_blocks == 2 + 4  # the last one, not full, was copied for each but one
+    engine.run()
+    assert engine.runner.computed_tokens == 40 + 4 * 3
+
+
+def test_choices_survive_preemption_and_small_chunks() -> None:
+    tight = Engine(12, max_batch_tokens=20, max_running=8)
+    roomy = Engine(200)
+    prompts = [noise(seed, 50) for seed in (1, 2)]
+    answers = [tight.submit_choices(4, prompt, 40, temperature=1.0, seed=3) for prompt in prompts]
+    tight.run()
+    assert tight.core.load().preemptions > 0
+    for prompt, choices in zip(prompts, answers, strict=True):
+        assert [choice.tokens for choice in choices] == choice_texts(roomy, 4, prompt, 40, seed=3)
+
+
+def test_each_choice_ends_by_itself() -> None:
+    engine = Engine()
+    texts = choice_texts(engine, 3, tok(0, 20))
+    stopped = engine.submit_choices(3, tok(0, 20), 24, temperature=1.0, seed=7, stop=(f"w{texts[1][4]}",))
+    engine.run()
+    assert [choice.finish_reason for choice in stopped] == ["length", "stop", "length"]
+    assert stopped[1].tokens == texts[1][:5]
+    assert [choice.tokens for choice in (stopped[0], stopped[2])] == [texts[0], texts[2]]
+    at_once = engine.submit_choices(3, tok(0, 20), 1, temperature=1.0, seed=7)
+    engine.run()
+    assert [choice.tokens for choice in at_once] == [text[:1] for text in texts]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_an_abort_ends_every_choice(steps: int) -> None:
+    engine = Engine(max_batch_tokens=32)
+    engine.submit_choices(3, noise(1, 60), 20, temperature=1.0)
+    for _ in range(steps):
+        engine.step()
+    engine.core.abort((0,))
+    report = engine.step()
+    assert [(output.index, output.finish_reason) for output in report.outputs] == [(i, "abort") for i in range(3)]
+    engine.run()
+
+
+@pytest.mark.parametrize("failing_step", [1, 2, 3, 4])
+def test_a_failing_step_ends_every_choice_of_its_request_with_one_error(failing_step: int) -> None:
+    engine = Engine(max_batch_tokens=32, runner=Failing)
+    engine.runner.fail = (failing_step,)  # type: ignore[attr-defined]
+    engine.submit_choices(3, noise(1, 60), 20, temperature=1.0)
+    engine.run()
+    assert sum(output.error is not None for report in engine.reports for output in report.outputs) == 1
+
+
+def test_a_broken_choice_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    broken = choice_texts(engine, 3, tok(0, 20))[0][0]
+    push = Words.push
+
+    def fail(self: Words, token_id: int) -> tuple[str, bool]:
+        if token_id == broken:
+            raise KeyError(token_id)
+        return push(self, token_id)
+
+    monkeypatch.setattr(Words, "push", fail)
+    choices = engine.submit_choices(3, tok(0, 20), 20, temperature=1.0, seed=7)
+    other = engine.submit(noise(4, 20), 3)
+    engine.run()
+    assert [choice.finish_reason for choice in choices] == ["error"] * 3
+    assert other.tokens == expected(noise(4, 20), 3)
+
+
+def test_choices_count_as_running_before_they_start() -> None:
+    engine = Engine(max_running=4, max_batch_tokens=32)
+    engine.submit_choices(3, noise(1, 60), 30, temperature=1.0)
+    engine.submit_choices(2, noise(2, 20), 3)
+    engine.submit(noise(3, 20), 3)
+    most = 0
+    while engine.core.has_work():
+        most = max(most, engine.step().load.running)
+    assert most <= 4
+
+
+@pytest.mark.parametrize("n", [0, -1, 5])
+def test_more_choices_than_may_run_are_refused(n: int) -> None:
+    engine = Engine(max_running=4)
+    engine.choices[0] = [Answer()]
+    engine.core.submit(Submit(0, token_bytes([1]), ROOT, Sampling(max_tokens=1), True, n))
+    engine.run()
+    error = engine.choices[0][0].error
+    assert error is not None
+    assert error[0] == "invalid_request"
+    assert "between 1 and 4" in error[1]
+
+
 # --- what fits -------------------------------------------------------------------------------------------
 
 
@@ -279,7 +581,7 @@ def test_what_cannot_be_computed_is_refused(prompt: list[int], count: int, code:
 
 def test_torn_token_bytes_are_refused() -> None:
     engine = Engine()
-    engine.answers[0] = Answer()
+    engine.choices[0] = [Answer()]
     engine.core.submit(Submit(0, b"\1\0\0", ROOT, Sampling(max_tokens=1)))
     engine.run()
     assert engine.answers[0].error is not None
@@ -553,7 +855,7 @@ def test_o9_switching_the_policy_under_load_changes_no_text() -> None:
         assert engine.core.info.policy == name
         engine.step()
     engine.run()
-    assert [answer.tokens for answer in engine.answers.values()] == [expected(prompt, 30) for prompt in prompts]
+    assert [answer.tokens for answer in engine.answers] == [expected(prompt, 30) for prompt in prompts]
     assert engine.core.load().evictions > 0
 
 
@@ -568,7 +870,7 @@ def test_a_reset_under_load_changes_no_text_and_empties_the_cache() -> None:
     assert result["kept"] == engine.core.load().used_blocks > 0
     assert AllBlocksCleared() in engine.step().events
     engine.run()
-    assert [answer.tokens for answer in engine.answers.values()] == [expected(prompt, 20) for prompt in prompts]
+    assert [answer.tokens for answer in engine.answers] == [expected(prompt, 20) for prompt in prompts]
     engine.core.call("reset_cache", {})
     assert engine.core.has_work()  # the event is still to be told
     engine.run()

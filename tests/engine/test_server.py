@@ -168,8 +168,8 @@ async def greeted(connect: Callable[[], Awaitable[Client]]) -> AsyncIterator[Cli
     await client.close()
 
 
-def submit(id: int, prompt: list[int], count: int) -> Submit:
-    return Submit(id, token_bytes(prompt), ROOT, Sampling(max_tokens=count, temperature=0))
+def submit(id: int, prompt: list[int], count: int, n: int = 1) -> Submit:
+    return Submit(id, token_bytes(prompt), ROOT, Sampling(max_tokens=count, temperature=0), n=n)
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
@@ -224,6 +224,22 @@ def test_g6_ids_belong_to_their_connection(path: Path) -> None:
             tokens = await two.finish(1, 3)
             assert len(tokens[1]) < 60
             assert tokens[3] == expected([5], 2)
+
+    serving(path, scenario)
+
+
+def test_an_id_is_free_again_when_every_choice_has_ended(path: Path) -> None:
+    async def scenario(connect: Callable[[], Awaitable[Client]]) -> None:
+        async with greeted(connect) as client:
+            for n in (3, 0, 1000, 2):  # none and a thousand are refused
+                client.send(submit(7, [1, 2, 3], 5, n))
+                ended: list[int] = []
+                async for output in client.outputs():
+                    if output.finish_reason is not None:
+                        ended.append(output.index)
+                    if output.error is not None or len(ended) == n:
+                        break
+                assert ended == ([*range(n)] if n in (2, 3) else [0])
 
     serving(path, scenario)
 
