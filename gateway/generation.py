@@ -46,14 +46,18 @@ _log = structlog.get_logger("headstart.request")
 class Generation:
     """A running request whose first output is there. Owned by the task that handles it.
 
-    Iterate to get the outputs; the counts are complete afterwards. ``cached_tokens`` is known from the start.
+    Iterate to get the outputs of its ``n`` choices as they come; the counts are complete afterwards. ``cached_tokens``
+    is known from the start. ``finish_reasons`` has those of the choices that have ended, by index.
     """
 
-    def __init__(self, plan: Plan, first: Output, outputs: AsyncGenerator[Output, None], first_at: float) -> None:
+    def __init__(
+        self, plan: Plan, n: int, first: Output, outputs: AsyncGenerator[Output, None], first_at: float
+    ) -> None:
         self.plan: Final = plan
+        self.n: Final = n
         self.cached_tokens = first.cached_tokens or 0
         self.completion_tokens = 0
-        self.finish_reason: str | None = None
+        self.finish_reasons: dict[int, str] = {}
         self.prefill_s = first.prefill_s or 0.0
         self.first_at: Final = first_at
         self._first: Output | None = first
@@ -64,17 +68,22 @@ class Generation:
         """Tokens of the prompt."""
         return len(self.plan.token_ids)
 
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has come to its end."""
+        return len(self.finish_reasons) == self.n
+
     def __aiter__(self) -> Generation:
         return self
 
     async def __anext__(self) -> Output:
-        """The next output; the last one has the finish reason.
+        """The next output; the last one of each choice has its finish reason.
 
         Raises:
             ReplicaLost: The replica died.
             HeadstartError: It could not finish the request.
         """
-        if self.finish_reason is not None:
+        if self.ended:
             raise StopAsyncIteration
         if self._first is not None:
             output, self._first = self._first, None
@@ -87,7 +96,8 @@ class Generation:
         if output.error is not None:
             raise _engine_error(output.error)
         self.completion_tokens += len(output.token_ids)
-        self.finish_reason = output.finish_reason
+        if output.finish_reason is not None:
+            self.finish_reasons[output.index] = output.finish_reason
 
 
 class Dispatcher:
@@ -115,11 +125,11 @@ class Dispatcher:
 
     @asynccontextmanager
     async def generate(
-        self, planner: Planner, sampling: SamplingChoice, *, arrived: float
+        self, planner: Planner, sampling: SamplingChoice, *, n: int = 1, arrived: float
     ) -> AsyncIterator[Generation]:
         """Run one request for the length of the block; leaving it early aborts the request at its replica.
 
-        ``arrived`` is when the caller began to send it (``time.monotonic``).
+        ``n`` choices are generated. ``arrived`` is when the caller began to send it (``time.monotonic``).
 
         Raises:
             OverloadedError: Too many requests are waiting or running.
@@ -131,7 +141,7 @@ class Dispatcher:
         account = _Account(self._statistics, arrived)
         try:
             async with asyncio.timeout(self._timeout_s), AsyncExitStack() as stack:
-                account.generation = await self._open(planner, sampling, stack, account)
+                account.generation = await self._open(planner, sampling, n, stack, account)
                 yield account.generation
             account.close("ok")
         except TimeoutError:
@@ -152,23 +162,23 @@ class Dispatcher:
             self.active -= 1
 
     async def _open(
-        self, planner: Planner, sampling: SamplingChoice, stack: AsyncExitStack, account: _Account
+        self, planner: Planner, sampling: SamplingChoice, n: int, stack: AsyncExitStack, account: _Account
     ) -> Generation:
         """Wait for the first output. One more try, on whatever replica is best then, when none has come."""
         try:
-            return await self._attempt(planner, sampling, stack, account)
+            return await self._attempt(planner, sampling, n, stack, account)
         except (ReplicaLost, GenerationError) as error:
             _log.warning("request is tried again", replica=account.replica_id, reason=error.message)
         await self._wait_for_a_replica()
-        return await self._attempt(planner, sampling, stack, account)
+        return await self._attempt(planner, sampling, n, stack, account)
 
     async def _attempt(
-        self, planner: Planner, sampling: SamplingChoice, stack: AsyncExitStack, account: _Account
+        self, planner: Planner, sampling: SamplingChoice, n: int, stack: AsyncExitStack, account: _Account
     ) -> Generation:
         plan = planner()
         replica = self._replicas[plan.replica_id]
         assert replica.info is not None, "the router chooses among replicas that are ready"
-        request = GenerationRequest(plan.token_ids, plan.root, sampling(plan, replica.info), plan.use_cache)
+        request = GenerationRequest(plan.token_ids, plan.root, sampling(plan, replica.info), plan.use_cache, n)
         account.plan = plan
         async with AsyncExitStack() as attempt:
             flight = attempt.enter_context(self._router.dispatch(plan))
@@ -178,7 +188,7 @@ class Dispatcher:
                 raise _engine_error(first.error)
             flight.prefilled()
             await stack.enter_async_context(attempt.pop_all())
-        return Generation(plan, first, outputs, time.monotonic())
+        return Generation(plan, n, first, outputs, time.monotonic())
 
     async def _wait_for_a_replica(self) -> None:
         """Wait until some replica is ready; gives up early when none is on its way."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Final
 
 import msgspec
@@ -88,34 +89,39 @@ class AnswerFormat(ABC):
         self._head: Final = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._tail: Final = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> bytes:
-        """The body of an answer that is not streamed."""
-        return _encode(
-            _Answer(self.id, self.object_name, self.created, self.model, self._choices(text, finish_reason), usage)
-        )
+    def whole(self, choices: Sequence[tuple[str, str]], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed, from each choice's text and finish reason."""
+        return _encode(_Answer(self.id, self.object_name, self.created, self.model, self._choices(choices), usage))
 
-    def opening_event(self) -> bytes:
-        """What comes before the first text."""
+    def opening_event(self, index: int) -> bytes:
+        """What comes before the first text of a choice."""
         return b""
 
-    def text_event(self, text: str) -> bytes:
-        """An event with new text."""
-        return b"".join((self._head, self._text_choice(_encode(text)), self._tail))
+    def text_event(self, index: int, text: str) -> bytes:
+        """An event with new text of a choice."""
+        return self._event(index, self._text_choice(_encode(text)))
 
-    def closing_events(self, finish_reason: str, usage: Usage) -> bytes:
-        """What comes after the last text, down to ``[DONE]``."""
-        last = b"".join((self._head, self._end_choice(_encode(finish_reason)), self._tail))
-        if self._with_usage:
-            last += b"".join((self._head, b'],"usage":', _encode(usage), b"}\n\n"))
-        return last + DONE
+    def finish_event(self, index: int, finish_reason: str) -> bytes:
+        """What comes after the last text of a choice."""
+        return self._event(index, self._end_choice(_encode(finish_reason)))
+
+    def closing_events(self, usage: Usage) -> bytes:
+        """What comes after the last choice's end, down to ``[DONE]``."""
+        if not self._with_usage:
+            return DONE
+        return b"".join((self._head, b'],"usage":', _encode(usage), b"}\n\n", DONE))
 
     @staticmethod
     def error_event(error: HeadstartError) -> bytes:
         """What ends a stream that cannot be finished. No ``[DONE]`` follows, so that nobody takes it for complete."""
         return b"data: " + encode_error(error) + b"\n\n"
 
+    def _event(self, index: int, choice: bytes) -> bytes:
+        """An event with one choice; ``choice`` is what follows its index."""
+        return b"".join((self._head, b'{"index":%d,' % index, choice, self._tail))
+
     @abstractmethod
-    def _choices(self, text: str, finish_reason: str) -> list[_ChatChoice] | list[_TextChoice]: ...
+    def _choices(self, choices: Sequence[tuple[str, str]]) -> list[_ChatChoice] | list[_TextChoice]: ...
 
     @abstractmethod
     def _text_choice(self, text: bytes) -> bytes: ...
@@ -131,19 +137,21 @@ class ChatFormat(AnswerFormat):
     object_name = "chat.completion"
     event_object_name = "chat.completion.chunk"
 
-    def opening_event(self) -> bytes:
+    def opening_event(self, index: int) -> bytes:
         """The role."""
-        choice = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-        return b"".join((self._head, choice, self._tail))
+        return self._event(index, b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}')
 
-    def _choices(self, text: str, finish_reason: str) -> list[_ChatChoice]:
-        return [_ChatChoice(0, _ChatMessage("assistant", text), finish_reason)]
+    def _choices(self, choices: Sequence[tuple[str, str]]) -> list[_ChatChoice]:
+        return [
+            _ChatChoice(index, _ChatMessage("assistant", text), finish_reason)
+            for index, (text, finish_reason) in enumerate(choices)
+        ]
 
     def _text_choice(self, text: bytes) -> bytes:
-        return b'{"index":0,"delta":{"content":' + text + b'},"logprobs":null,"finish_reason":null}'
+        return b'"delta":{"content":' + text + b'},"logprobs":null,"finish_reason":null}'
 
     def _end_choice(self, finish_reason: bytes) -> bytes:
-        return b'{"index":0,"delta":{},"logprobs":null,"finish_reason":' + finish_reason + b"}"
+        return b'"delta":{},"logprobs":null,"finish_reason":' + finish_reason + b"}"
 
 
 class CompletionFormat(AnswerFormat):
@@ -153,11 +161,11 @@ class CompletionFormat(AnswerFormat):
     object_name = "text_completion"
     event_object_name = "text_completion"
 
-    def _choices(self, text: str, finish_reason: str) -> list[_TextChoice]:
-        return [_TextChoice(0, text, finish_reason)]
+    def _choices(self, choices: Sequence[tuple[str, str]]) -> list[_TextChoice]:
+        return [_TextChoice(index, text, finish_reason) for index, (text, finish_reason) in enumerate(choices)]
 
     def _text_choice(self, text: bytes) -> bytes:
-        return b'{"index":0,"text":' + text + b',"logprobs":null,"finish_reason":null}'
+        return b'"text":' + text + b',"logprobs":null,"finish_reason":null}'
 
     def _end_choice(self, finish_reason: bytes) -> bytes:
-        return b'{"index":0,"text":"","logprobs":null,"finish_reason":' + finish_reason + b"}"
+        return b'"text":"","logprobs":null,"finish_reason":' + finish_reason + b"}"

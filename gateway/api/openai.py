@@ -105,6 +105,7 @@ async def _generate(gateway: Gateway, exchange: Exchange, job: _Job, arrived: fl
         async with gateway.dispatcher.generate(
             job.planner,
             lambda plan, info: sampling_for(body, job.max_tokens, len(plan.token_ids), info),
+            n=body.n or 1,
             arrived=arrived,
         ) as generation:
             if body.stream:
@@ -128,19 +129,23 @@ async def _generate(gateway: Gateway, exchange: Exchange, job: _Job, arrived: fl
 
 
 async def _answer(exchange: Exchange, generation: Generation, format: AnswerFormat) -> None:
-    pieces = [output.text async for output in generation]
-    body = format.whole("".join(pieces), generation.finish_reason or "stop", _usage(generation))
-    await exchange.answer(_headers(generation), body)
+    pieces: list[list[str]] = [[] for _ in range(generation.n)]
+    async for output in generation:
+        pieces[output.index].append(output.text)
+    choices = [("".join(texts), generation.finish_reasons[index]) for index, texts in enumerate(pieces)]
+    await exchange.answer(_headers(generation), format.whole(choices, _usage(generation)))
 
 
 async def _stream(exchange: Exchange, generation: Generation, format: AnswerFormat) -> None:
     await exchange.start_events(_headers(generation))
-    events = format.opening_event()
+    events = b"".join([format.opening_event(index) for index in range(generation.n)])
     async for output in generation:
         if output.text:
-            events += format.text_event(output.text)
+            events += format.text_event(output.index, output.text)
         if output.finish_reason is not None:
-            await exchange.end_events(events + format.closing_events(output.finish_reason, _usage(generation)))
+            events += format.finish_event(output.index, output.finish_reason)
+        if generation.ended:
+            await exchange.end_events(events + format.closing_events(_usage(generation)))
         elif events:
             await exchange.send_events(events)
             events = b""

@@ -18,6 +18,7 @@ __all__ = ["chat_max_tokens", "check_chat", "check_completion", "completion_max_
 COMPLETION_MAX_TOKENS: Final = 16
 """What ``/v1/completions`` generates where nothing is said, as OpenAI documents it. A chat may fill the context."""
 
+MAX_CHOICES: Final = 16
 MAX_STOPS: Final = 16
 MAX_STOP_LENGTH: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 256
@@ -92,6 +93,8 @@ def sampling_for(body: SamplingFields, max_tokens: int | None, prompt_tokens: in
 def _check_shared(body: SamplingFields) -> None:
     _refuse(_unsupported_in_both(body))
     _check_max_tokens(body.max_tokens, "max_tokens")
+    if (body.n or 1) > MAX_CHOICES:
+        raise InvalidRequestError(f"n may be at most {MAX_CHOICES}.", param="n")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream=true.", param="stream_options")
     stops = _stops(body.stop)
@@ -123,7 +126,6 @@ def _refuse(unsupported: Iterator[tuple[bool, str]]) -> None:
 
 
 def _unsupported_in_both(body: SamplingFields) -> Iterator[tuple[bool, str]]:
-    yield (body.n or 1) != 1, "n"
     yield bool(body.presence_penalty), "presence_penalty"
     yield bool(body.frequency_penalty), "frequency_penalty"
     yield body.repetition_penalty not in (None, 1.0), "repetition_penalty"

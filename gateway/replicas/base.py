@@ -29,13 +29,15 @@ class ReplicaState(enum.StrEnum):
 class GenerationRequest(msgspec.Struct, frozen=True):
     """One tokenized prompt on its way to a replica.
 
-    ``token_ids`` is the whole prompt, ``root`` the first parent of its block keys (its cache namespace).
+    ``token_ids`` is the whole prompt, ``root`` the first parent of its block keys (its cache namespace). ``n`` answers
+    to it are wanted.
     """
 
     token_ids: list[int]
     root: bytes
     sampling: Sampling
     use_cache: bool = True
+    n: int = 1
 
 
 class ReplicaObserver(Protocol):
@@ -78,7 +80,7 @@ class Replica(Protocol):
         """Return when READY. Raises ``ReplicaUnavailable`` after ``timeout`` seconds or when it cannot start."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
-        """Stream the outputs of one request; the last one, and only that, has a ``finish_reason``.
+        """Stream the outputs of one request; the last one of each choice, and only that, has a ``finish_reason``.
 
         Closing the generator early aborts the request at the replica. Raises ``ReplicaUnavailable`` when it is not
         READY, and ``ReplicaLost`` when it dies, whose attribute ``produced`` says whether any token had come before.

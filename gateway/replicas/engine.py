@@ -112,23 +112,27 @@ class EngineReplica:
     # --- work ------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
-        """Stream the outputs of one request; the last one has a ``finish_reason``.
+        """Stream the outputs of one request; the last one of each choice has a ``finish_reason``.
 
         Raises:
             ReplicaUnavailable: It is not READY.
             ReplicaLost: The engine died meanwhile.
         """
         connection = self._connected()
-        mailbox = self._in_flight.open()
+        mailbox = self._in_flight.open(request.n)
         try:
             connection.send(
-                Submit(mailbox.id, token_bytes(request.token_ids), request.root, request.sampling, request.use_cache)
+                Submit(
+                    mailbox.id,
+                    token_bytes(request.token_ids),
+                    request.root,
+                    request.sampling,
+                    request.use_cache,
+                    request.n,
+                )
             )
-            while True:
-                output = await mailbox.take()
-                yield output
-                if output.finish_reason is not None:
-                    return
+            while not mailbox.emptied:
+                yield await mailbox.take()
         finally:
             if self._in_flight.close(mailbox):
                 connection.send(Abort((mailbox.id,)))

@@ -18,14 +18,16 @@ __all__ = ["InFlight", "Mailbox"]
 class Mailbox:
     """Outputs of one request on their way to the one task that reads it.
 
-    ``id`` is unique among the requests of one replica object. ``ended`` is True once the last output has been put in.
+    ``id`` is unique among the requests of one replica object. ``ended`` is True once the last output of the last of
+    its choices has been put in.
     """
 
-    __slots__ = ("_lost", "_outputs", "_produced", "_waiter", "ended", "id")
+    __slots__ = ("_choices", "_lost", "_outputs", "_produced", "_waiter", "ended", "id")
 
-    def __init__(self, id: int) -> None:
+    def __init__(self, id: int, choices: int) -> None:
         self.id = id
         self.ended = False
+        self._choices = choices  # that have not ended
         self._outputs: list[Output] = []
         self._produced = False
         self._lost: str | None = None
@@ -34,7 +36,8 @@ class Mailbox:
     def put(self, output: Output) -> None:
         """Add what a step produced."""
         self._outputs.append(output)
-        self.ended = output.finish_reason is not None
+        self._choices -= output.finish_reason is not None
+        self.ended = not self._choices or output.error is not None  # an error ends all of them
         self._wake()
 
     def lose(self, reason: str) -> None:
@@ -44,7 +47,7 @@ class Mailbox:
         self._wake()
 
     async def take(self) -> Output:
-        """Everything that has come since the last call, as one output; waits for the first.
+        """What has come of one choice since the last call, as one output; waits for the first.
 
         Raises:
             ReplicaLost: The replica died before the request's end.
@@ -57,10 +60,17 @@ class Mailbox:
                 await self._waiter
             finally:
                 self._waiter = None
-        outputs, self._outputs = self._outputs, []
+        index = self._outputs[0].index
+        outputs = [output for output in self._outputs if output.index == index]
+        self._outputs = [output for output in self._outputs if output.index != index]
         output = outputs[0] if len(outputs) == 1 else _merged(outputs)
         self._produced = self._produced or bool(output.token_ids)
         return output
+
+    @property
+    def emptied(self) -> bool:
+        """Whether all has been taken that will ever come. Never after a loss: ``take`` raises then."""
+        return self.ended and self._lost is None and not self._outputs
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -76,10 +86,10 @@ class InFlight:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self) -> Mailbox:
+    def open(self, choices: int) -> Mailbox:
         """A mailbox for a new request. Its id is never used again."""
         self._last_id += 1
-        mailbox = self._mailboxes[self._last_id] = Mailbox(self._last_id)
+        mailbox = self._mailboxes[self._last_id] = Mailbox(self._last_id, choices)
         self._idle.clear()
         return mailbox
 
@@ -116,7 +126,7 @@ class InFlight:
 
 
 def _merged(outputs: list[Output]) -> Output:
-    """Successive outputs of one request as one. What is said once (with the first output) is kept."""
+    """Successive outputs of one choice as one. What is said once (with the first output) is kept."""
     first, last = outputs[0], outputs[-1]
     return Output(
         first.id,
@@ -127,4 +137,5 @@ def _merged(outputs: list[Output]) -> Output:
         first.prefill_s,
         first.queue_s,
         last.error,
+        first.index,
     )

@@ -136,18 +136,22 @@ class ScriptedReplica:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         """Stream the outputs of one request. Raises as ``Replica.generate``."""
         await self.wait_ready(0)
-        core, mailbox = self._core, self._in_flight.open()
+        core, mailbox = self._core, self._in_flight.open(request.n)
         self.submitted.append(request)
         try:
             core.submit(
-                Submit(mailbox.id, token_bytes(request.token_ids), request.root, request.sampling, request.use_cache)
+                Submit(
+                    mailbox.id,
+                    token_bytes(request.token_ids),
+                    request.root,
+                    request.sampling,
+                    request.use_cache,
+                    request.n,
+                )
             )
             self._work.set()
-            while True:
-                output = await mailbox.take()
-                yield output
-                if output.finish_reason is not None:
-                    return
+            while not mailbox.emptied:
+                yield await mailbox.take()
         finally:
             if self._in_flight.close(mailbox):
                 core.abort((mailbox.id,))

@@ -33,10 +33,11 @@ async def _still_serves(service: Service) -> None:
 
 def test_i1_n_and_best_of_are_bounded_before_any_work(bench: Bench) -> None:
     async def scenario(service: Service) -> None:
-        for value in (1_000_000, 2_147_483_648, 0, -1, 1.5, "4", 2):
+        for value in (1_000_000, 2_147_483_648, 0, -1, 1.5, "4", 17):
             await _refused(service, await service.chat(n=value), "n")
             await _refused(service, await service.complete("x", n=value), "n")
             await _refused(service, await service.complete("x", best_of=value), "best_of")
+        await _refused(service, await service.complete("x", n=2, best_of=2), "best_of")
         await _still_serves(service)
 
     bench.run(scenario)

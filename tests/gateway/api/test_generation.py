@@ -9,7 +9,7 @@ import pytest
 from engine.detokenize import IncrementalDetokenizer
 from engine.scripted import scripted_continuation
 
-from .conftest import MODEL, Bench, Service
+from .conftest import MODEL, Answer, Bench, Service
 
 
 def _content(events: list[Any]) -> str:
@@ -228,6 +228,64 @@ def test_stop_strings_and_seeds_reach_the_engine(bench: Bench) -> None:
         await service.complete("x", temperature=None, stop="s")
         sampling = service.replica.submitted[-1].sampling
         assert (sampling.temperature, sampling.stop, sampling.seed, sampling.top_k) == (1.0, ("s",), None, 0)
+
+    bench.run(scenario)
+
+
+def _texts(answer: Answer, n: int) -> list[str]:
+    """The text of each choice, of an answer or of a stream."""
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        choices = answer.json["choices"]
+        assert [choice["index"] for choice in choices] == [*range(n)]
+        return [choice["message"]["content"] if "message" in choice else choice["text"] for choice in choices]
+    assert answer.events[-1] == "[DONE]"
+    texts = [""] * n
+    ended: list[int] = []
+    for event in answer.events[:-1]:
+        for choice in event["choices"]:
+            assert choice["index"] not in ended
+            texts[choice["index"]] += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+            if choice["finish_reason"] is not None:
+                ended.append(choice["index"])
+    assert sorted(ended) == [*range(n)]
+    return texts
+
+
+@pytest.mark.parametrize("route", ["chat", "complete"])
+def test_d4_choices_differ_are_reproducible_and_count_the_prompt_once(bench: Bench, route: str) -> None:
+    async def scenario(service: Service) -> None:
+        ask = getattr(service, route)
+        fields = {"n": 4, "temperature": 1, "seed": 7, "max_tokens": 24}
+        prompt = "tell me something about blocks " * 4
+        first = await ask(prompt, **fields)
+        texts = _texts(first, 4)
+        assert len(set(texts)) == 4
+        usage = first.json["usage"]
+        assert usage["completion_tokens"] == 4 * 24
+        assert usage["prompt_tokens"] == int(first.headers["x-headstart-prompt-tokens"])
+        assert usage["total_tokens"] == usage["prompt_tokens"] + 96
+        warm = await ask(prompt, **fields)
+        assert _texts(warm, 4) == texts
+        assert 0 < warm.cached < usage["prompt_tokens"]
+        await service.replica.call("reset_cache")
+        assert _texts(await ask(prompt, **fields), 4) == texts
+        streamed = await ask(prompt, **fields, stream=True, stream_options={"include_usage": True})
+        assert _texts(streamed, 4) == texts
+        assert streamed.events[-2]["usage"]["completion_tokens"] == 96
+        alone = await ask(prompt, **{**fields, "n": 1})
+        assert _texts(alone, 1) == texts[:1]
+
+    bench.run(scenario)
+
+
+def test_choices_that_end_at_different_times_are_all_complete(bench: Bench) -> None:
+    async def scenario(service: Service) -> None:
+        fields = {"n": 3, "temperature": 1, "seed": 7, "max_tokens": 24}
+        texts = _texts(await service.complete("one two", **fields), 3)
+        stop = next(text for text in texts[1].split() if all(text not in other for other in (texts[0], texts[2])))
+        for stream in (False, True):
+            answer = await service.complete("one two", **fields, stop=stop, stream=stream)
+            assert _texts(answer, 3) == [texts[0], texts[1][: texts[1].index(stop)], texts[2]]
 
     bench.run(scenario)
 

@@ -66,7 +66,7 @@ def test_errors_are_the_clients_own(bench: Bench) -> None:
                 await client.chat.completions.create(model="gpt-4", messages=MESSAGES)
             assert missing.value.code == "model_not_found"
             with pytest.raises(openai.BadRequestError) as wrong:
-                await client.chat.completions.create(model=MODEL, messages=MESSAGES, n=2)
+                await client.chat.completions.create(model=MODEL, messages=MESSAGES, n=17)
             assert wrong.value.param == "n"
             stream = await client.chat.completions.create(
                 model=MODEL, messages=MESSAGES, stream=True, max_tokens=1500, extra_body={"ignore_eos": True}
