@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import sys
 import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.canonical import text as text_module
 from gateway.canonical.messages import Message
 from gateway.canonical.text import normalize_system_messages, normalize_text
 
@@ -56,3 +58,25 @@ def test_leading_blanks_and_inner_blanks_keep_their_meaning() -> None:
 def test_l7_normalizing_is_idempotent(text: str) -> None:
     once = normalize_text(text)
     assert normalize_text(once) == once
+
+
+def test_no_pile_of_marks_holds_up_the_event_loop() -> None:
+    """Canonical ordering in ``unicodedata`` takes the square of a row's length: for this one it would take hours."""
+    for pile in ("\u0301\u0323", "\u0323\u0301", "\u0f73\u0f71", "\u0344"):
+        text = "S\u00e9 e" + pile * 1_000_000
+        assert normalize_text(text) == text
+
+
+@pytest.mark.parametrize("before", range(0, 70, 7))
+def test_more_marks_than_any_language_piles_up_are_left_alone_wherever_they_stand(before: int) -> None:
+    for marks, is_left in ((30, False), (31, True), (75, True)):
+        text = "x" * before + "\u0323\u0301".join(["e", *[""] * (marks // 2)]) + "\u0323" * (marks % 2) + " e\u0301."
+        assert (normalize_text(text) == text) is is_left
+        assert normalize_text(normalize_text(text)) == normalize_text(text)
+
+
+def test_every_character_that_may_be_reordered_is_known_as_a_mark() -> None:
+    for code in range(sys.maxunicode + 1):
+        decomposed = unicodedata.normalize("NFD", chr(code))
+        if unicodedata.combining(decomposed[0]):
+            assert text_module._is_mark(chr(code)), hex(code)
