@@ -22,8 +22,12 @@ HEAD_TIMEOUT_S: Final = 20.0
 """From a connection's first byte of a request to the end of its headers, however slowly they drip."""
 
 
+STALLED_WRITE_TIMEOUT_S: Final = 60.0
+"""How long an answer waits for a client that takes not one byte of it."""
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """Closes connections whose request heads are too long, too many-lined, or too slow.
+    """Closes connections whose request heads are too long, too many-lined, or too slow, and those that never read.
 
     The time for a body is limited where bodies are read; between requests uvicorn's keep-alive time-out rules.
     """
@@ -34,6 +38,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._refused = False
         self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected; the clock for its first request starts."""
@@ -43,6 +48,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
         self._stop_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -84,6 +90,38 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         if not self._refused:
             super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write; it has to go on reading."""
+        super().pause_writing()
+        self._expect_progress(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection; one whose last answer was not even taken would never be flushed."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _expect_progress(self, unread: int) -> None:
+        self._write_timer = self.loop.call_later(STALLED_WRITE_TIMEOUT_S, self._check_progress, unread)
+
+    def _check_progress(self, unread: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left < unread:  # nothing is added while writing is paused
+            self._expect_progress(left)
+        else:
+            self.transport.abort()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)

@@ -33,8 +33,10 @@ async def _echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def _server() -> AsyncIterator[Connect]:
-    config = uvicorn.Config(_echo, port=0, http=LimitedHttpProtocol, lifespan="off", log_config=None, access_log=False)
+async def _server(application: Any) -> AsyncIterator[Connect]:
+    config = uvicorn.Config(
+        application, port=0, http=LimitedHttpProtocol, lifespan="off", log_config=None, access_log=False
+    )
     server = uvicorn.Server(config)
     running = asyncio.create_task(server._serve())
     while not server.started:
@@ -58,9 +60,9 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     return int(head.split()[1]), await reader.readexactly(length)
 
 
-def _play(scenario: Callable[[Connect], Awaitable[None]]) -> None:
+def _play(scenario: Callable[[Connect], Awaitable[None]], application: Any = _echo) -> None:
     async def main() -> None:
-        async with _server() as connect:
+        async with _server(application) as connect:
             await scenario(connect)
 
     asyncio.run(main())
@@ -157,3 +159,60 @@ def test_bodies_and_further_requests_do_not_count_as_head(monkeypatch: pytest.Mo
         writer.close()
 
     _play(scenario)
+
+
+def test_r3_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "STALLED_WRITE_TIMEOUT_S", 0.1)
+    cut = asyncio.Event()
+
+    async def generous(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(30):
+            await send({"type": "http.response.body", "body": bytes(1_000_000), "more_body": True})
+        assert (await receive())["type"] == "http.disconnect"
+        cut.set()
+
+    async def scenario(connect: Connect) -> None:
+        _, writer = await connect()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(_GET + b"\r\n")
+        await cut.wait()
+        writer.transport.abort()
+
+    _play(scenario, generous)
+
+
+class _SlowTransport(asyncio.Transport):
+    """Has so many bytes left to write each time it is asked."""
+
+    def __init__(self, *left: int) -> None:
+        super().__init__()
+        self.left = [*left]
+        self.aborted = asyncio.Event()
+
+    def get_write_buffer_size(self) -> int:
+        return self.left.pop(0)
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.aborted.set()
+
+
+def test_r3_a_client_that_takes_an_answer_slowly_is_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "STALLED_WRITE_TIMEOUT_S", 0.001)
+
+    async def main() -> None:
+        config = uvicorn.Config(_echo, log_config=None, lifespan="off")
+        config.load()
+        protocol = LimitedHttpProtocol(config, uvicorn.server.ServerState(), {})
+        transport = _SlowTransport(5000, 4000, 3999, 3999)
+        protocol.connection_made(transport)
+        protocol.pause_writing()
+        await transport.aborted.wait()
+        assert transport.left == [], "it was given up while it still took some"
+        protocol.connection_lost(None)
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
