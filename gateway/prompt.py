@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from tokenizers import Tokenizer
 
+from cache_policy.keys import TOKEN_BYTES
 from gateway.canonical.messages import Message
 from gateway.chat_template import ChatTemplate
 from gateway.errors import ConfigError, InvalidRequestError
-from gateway.segments import CutRule, SegmentEncoder, cut_rule, is_ink, refuse_hopeless
+from gateway.segments import CutRule, SegmentEncoder, TooManyTokens, cut_rule, is_ink, refuse_hopeless
 
 __all__ = ["DocumentTokens", "PromptRenderer", "PromptText"]
 
@@ -78,15 +80,20 @@ class PromptRenderer:
         """Whether the chat template shows tools to the model."""
         return self._template is not None and self._template.uses_tools
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> PromptText:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None
+    ) -> PromptText:
         """The text of a chat prompt, ending where the assistant's answer begins.
 
         Raises:
             InvalidRequestError: the model has no chat template, or its template refuses these messages.
+            TooManyTokens: there are bound to be more than ``limit``, as can be told without rendering.
         """
         template = self._template
         if template is None:
             raise InvalidRequestError("This model has no chat template: use /v1/completions.", param="messages")
+        if limit is not None and len(messages) > limit:
+            raise TooManyTokens(len(messages))
         turns: list[Any] = [_template_message(message, template.knows_developer) for message in messages]
         shown: list[Any] = list(tools)
         guarded = self._guard.spelled_in(turns) or self._guard.spelled_in(shown)
@@ -97,6 +104,9 @@ class PromptRenderer:
                 "The messages spell a control token of the model, which its tokenizer cannot read as plain text.",
                 param="messages",
             )
+        if limit is not None:
+            # Templates may leave out what the assistant said (its reasoning), but not what it was told.
+            self._guard.refuse_hopeless([turn.content for turn in messages if turn.role != "assistant"], limit)
         rendered = template.render(self._guard.mark(turns), tools=self._guard.mark(shown) or None)
         return PromptText(self._guard.swap(rendered), guarded=True)
 
@@ -104,26 +114,34 @@ class PromptRenderer:
         """The ids of a rendered prompt. Raises ``TooManyTokens`` when there are more than ``limit``."""
         return self._encoder(prompt).encode(prompt.text, limit)
 
-    def document_tokens(self, prompt: PromptText, blocks: Sequence[str]) -> DocumentTokens | None:
+    def document_tokens(
+        self, prompt: PromptText, blocks: Sequence[str], limit: int | None = None
+    ) -> DocumentTokens | None:
         """The ids of each document of ``prompt``, in which ``blocks`` stand one after another, a blank line between.
 
         None when this tokenizer, or what the template puts before them, gives a document other ids at another place.
+        Raises ``TooManyTokens`` as soon as there are more than ``limit``.
         """
         encoder = self._encoder(prompt)
         start = _position(prompt.text, blocks)
         if encoder.rule is CutRule.NEVER or start is None or prompt.text[start - 2 : start] != "\n\n":
             return None
         if encoder.rule is CutRule.AFTER_NEWLINES:
-            return DocumentTokens(
-                encoder.encode_to_bytes(prompt.text[:start]),
-                [encoder.encode_to_bytes(f"{block}\n\n") for block in blocks],
-            )
-        if start < 3 or not is_ink(prompt.text[start - 3]):
+            head = prompt.text[:start]
+            pieces: Iterable[str | None] = (f"{block}\n\n" for block in blocks)
+        elif start < 3 or not is_ink(prompt.text[start - 3]):
             return None
-        return DocumentTokens(
-            encoder.encode_to_bytes(prompt.text[: start - 2]),
-            [encoder.encode_to_bytes(f"\n\n{block}") if is_ink(block[-1]) else None for block in blocks],
-        )
+        else:
+            head = prompt.text[: start - 2]
+            pieces = (f"\n\n{block}" if is_ink(block[-1]) else None for block in blocks)
+        tokens = DocumentTokens(encoder.encode_to_bytes(head, limit), [])
+        size = len(tokens.head)
+        for piece in pieces:
+            tokens.blocks.append(None if piece is None else encoder.encode_to_bytes(piece, limit))
+            size += len(tokens.blocks[-1] or b"")
+            if limit is not None and size > limit * TOKEN_BYTES:
+                raise TooManyTokens(size // TOKEN_BYTES)
+        return tokens
 
     def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """The ids of a plain text, as the tokenizer itself reads it: control tokens that are spelled out count.
@@ -178,6 +196,15 @@ class _Guard:
         if isinstance(value, dict):
             return any(self.spelled_in(item) for pair in value.items() for item in pair)
         return isinstance(value, list) and any(map(self.spelled_in, value))
+
+    def refuse_hopeless(self, texts: Iterable[str], limit: int) -> None:
+        """Raise ``TooManyTokens`` when ``texts`` spell more than ``limit`` control tokens.
+
+        Each of them takes one token at least, being no word of the vocabulary but as a control token.
+        """
+        spelled = sum(1 for _ in islice(chain.from_iterable(map(self._spelling.finditer, texts)), limit + 1))
+        if spelled > limit:
+            raise TooManyTokens(spelled)
 
     def mark(self, value: Any) -> Any:
         """``value`` with all spellings of control tokens wrapped in marks."""

@@ -17,7 +17,7 @@ from gateway.config import CanonicalConfig, TemplateConfig
 from gateway.errors import InvalidRequestError, ModelNotFoundError
 from gateway.plan import Caller, Change, Plan
 from gateway.prompt import PromptRenderer
-from gateway.routing.placement import Placement, encode_text, place_chat, place_tokens
+from gateway.routing.placement import Placement, encode_text, place_chat, place_tokens, refuse_too_long
 from gateway.routing.router import Candidate, Router
 from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 
@@ -85,10 +85,13 @@ class RequestPath:
         self.check_model(body.model)
         prompt = _single_prompt(body.prompt)
         candidates = self._router.candidates()
-        token_ids = encode_text(prompt, candidates, self._renderer) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            token_ids = encode_text(prompt, candidates, self._renderer)
+        else:
+            refuse_too_long(prompt, candidates)  # before its elements are looked at: there may be millions
+            token_ids = _checked_ids(prompt, min(candidate.info.vocab_size for candidate in candidates))
         if not token_ids:
             raise InvalidRequestError("prompt is empty.", param="prompt")
-        _check_vocabulary(token_ids, min(candidate.info.vocab_size for candidate in candidates))
         use_cache = _uses_cache(body)
         placement = place_tokens(token_ids, candidates, self._root_of(body, caller), use_cache=use_cache)
         return _plan(placement, caller, use_cache=use_cache, template=UNREGISTERED, note=_PASSED_ON)
@@ -167,20 +170,18 @@ def _uses_cache(body: SamplingFields) -> bool:
     return body.headstart is None or not body.headstart.bypass
 
 
-def _single_prompt(prompt: str | list[Any]) -> str | list[int]:
-    """The one prompt of a completion body: a text or token ids, also as the only element of a list."""
+def _single_prompt(prompt: str | list[Any]) -> str | list[Any]:
+    """The one prompt of a completion body: a text or a list of ids, also as the only element of a list."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt
-    if any(isinstance(item, str | list) for item in prompt):
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         raise InvalidRequestError("prompt may hold one text or one list of token ids.", param="prompt")
-    if any(isinstance(item, bool) or not isinstance(item, int) for item in prompt):
-        raise InvalidRequestError("prompt must be a string or a list of token ids.", param="prompt")
     return prompt
 
 
-def _check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
-    lowest, highest = min(token_ids), max(token_ids)
-    if lowest < 0 or highest >= vocab_size:
+def _checked_ids(prompt: list[Any], vocab_size: int) -> list[int]:
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in prompt):
+        raise InvalidRequestError("prompt must be a string or a list of token ids.", param="prompt")
+    if prompt and (min(prompt) < 0 or max(prompt) >= vocab_size):
         raise InvalidRequestError(f"prompt holds a token id outside 0 to {vocab_size - 1}.", param="prompt")
+    return prompt

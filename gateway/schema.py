@@ -6,7 +6,7 @@ What a field's type cannot say (ranges that depend on the model, combinations) i
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,7 @@ from msgspec import Meta
 from gateway.config import HoistMode, OrderMode
 
 __all__ = [
+    "MAX_DOCUMENTS",
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
@@ -21,6 +22,10 @@ __all__ = [
     "SamplingFields",
     "StreamOptions",
 ]
+
+
+MAX_DOCUMENTS: Final = 10_000
+"""Documents of one request, more than fit any model: a body has room for so many that reading them takes seconds."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -91,7 +96,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     logprobs: bool | None = None

@@ -155,9 +155,12 @@ class SegmentEncoder:
                 raise TooManyTokens(len(ids))
         return ids
 
-    def encode_to_bytes(self, text: str) -> bytes:
-        """The ids of ``text`` as they are hashed into block keys (``cache_policy.keys.token_bytes``)."""
-        return b"".join([self._remember(piece, None).data for piece in self.pieces(text)])
+    def encode_to_bytes(self, text: str, limit: int | None = None) -> bytes:
+        """The ids of ``text`` as they are hashed into block keys (``cache_policy.keys.token_bytes``).
+
+        Raises ``TooManyTokens`` early for a long piece that has far more than ``limit``.
+        """
+        return b"".join([self._remember(piece, limit).data for piece in self.pieces(text)])
 
     def pieces(self, text: str) -> Iterator[str]:
         """``text`` cut wherever the rule allows it, piece by piece, so that whoever has seen enough can stop."""

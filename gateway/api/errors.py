@@ -61,7 +61,10 @@ def _handle_framework(request: Request[Any, Any, Any], error: HTTPException) -> 
     if status >= 500:
         return _handle_unexpected(request, error)
     param = None
-    message = {404: f"There is nothing at {request.method} {request.scope['path'][:128]}."}.get(status, error.detail)
+    message = {
+        404: f"There is nothing at {request.method} {request.scope['path'][:128]}.",
+        413: "The body is longer than allowed (limits.max_body_bytes).",
+    }.get(status, error.detail)
     if isinstance(error.extra, list) and error.extra and isinstance(error.extra[0], dict):
         param, reason = error.extra[0].get("key"), error.extra[0].get("message")
         message = f"{param}: {reason}" if reason else message

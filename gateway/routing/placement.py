@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, Literal
 
 import msgspec
@@ -16,7 +17,7 @@ from gateway.prompt import DocumentTokens, PromptRenderer, PromptText
 from gateway.routing.router import Candidate
 from gateway.segments import TooManyTokens
 
-__all__ = ["AppliedOrder", "Placement", "encode_text", "place_chat", "place_tokens"]
+__all__ = ["AppliedOrder", "Placement", "encode_text", "place_chat", "place_tokens", "refuse_too_long"]
 
 AppliedOrder = OrderMode | Literal["none"]
 RootOf = Callable[[Candidate], bytes]
@@ -81,13 +82,18 @@ def encode_text(text: str, candidates: Sequence[Candidate], renderer: PromptRend
         raise _too_long(error.at_least, limit, "prompt") from None
 
 
+def refuse_too_long(token_ids: Sequence[int], candidates: Sequence[Candidate]) -> None:
+    """Raise ``ContextLengthError`` when so many tokens leave no room for output on any candidate."""
+    limit = max(candidate.info.max_model_len for candidate in candidates)
+    if len(token_ids) >= limit:
+        raise _too_long(len(token_ids), limit, "prompt")
+
+
 def place_tokens(
     token_ids: list[int], candidates: Sequence[Candidate], root_of: RootOf, *, use_cache: bool
 ) -> Placement:
     """Choose the replica of a prompt that is what it is. Raises ``ContextLengthError`` as ``place_chat``."""
-    limit = max(candidate.info.max_model_len for candidate in candidates)
-    if len(token_ids) >= limit:
-        raise _too_long(len(token_ids), limit, "prompt")
+    refuse_too_long(token_ids, candidates)
     as_is = _Order((), "none")
     return _cheapest(
         [_placed(candidate, token_ids, root_of(candidate), as_is, use_cache=use_cache) for candidate in candidates]
@@ -108,22 +114,29 @@ class _Conversation:
     def token_ids(self, order: tuple[int, ...]) -> list[int]:
         token_ids = self._token_ids.get(order)
         if token_ids is None:
-            try:
+            with self._length_refused():
                 token_ids = self._renderer.encode_prompt(self._prompt(order), self._limit - 1)
-            except TooManyTokens as error:
-                raise _too_long(error.at_least, self._limit, "messages") from None
             self._token_ids[order] = token_ids
         return token_ids
 
     def document_tokens(self) -> DocumentTokens | None:
         given = tuple(range(len(self.documents)))
-        return self._renderer.document_tokens(self._prompt(given), [document.block for document in self.documents])
+        blocks = [document.block for document in self.documents]
+        with self._length_refused():
+            return self._renderer.document_tokens(self._prompt(given), blocks, self._limit - 1)
+
+    @contextmanager
+    def _length_refused(self) -> Iterator[None]:
+        try:
+            yield
+        except TooManyTokens as error:
+            raise _too_long(error.at_least, self._limit, "messages") from None
 
     def _prompt(self, order: tuple[int, ...]) -> PromptText:
         prompt = self._prompts.get(order)
         if prompt is None:
             messages = self._layout.arrange([self.documents[index] for index in order])
-            prompt = self._prompts[order] = self._renderer.render(messages, self._layout.tools)
+            prompt = self._prompts[order] = self._renderer.render(messages, self._layout.tools, self._limit - 1)
         return prompt
 
 

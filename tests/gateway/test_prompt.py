@@ -205,6 +205,29 @@ def test_a_prompt_over_the_limit_is_refused(renderer: Renderer) -> None:
         renderer("chatml").encode_prompt(prompt, count - 1)
 
 
+def test_what_is_bound_to_be_too_long_is_refused_before_it_is_rendered(renderer: Renderer) -> None:
+    chatml = renderer("chatml")
+    spelled = Message("user", "<|im_start|> " * 50)
+    assert len(chatml.encode_prompt(chatml.render([spelled], limit=50))) > 50
+    for messages in ([spelled, Message("user", "<|im_end|>")], [Message("user", "x")] * 51):
+        with pytest.raises(TooManyTokens):
+            chatml.render(messages, limit=50)
+    # A template may leave out what an assistant said.
+    chatml.render([Message("assistant", spelled.content), spelled], limit=50)
+
+
+def test_documents_are_tokenized_up_to_the_limit_only(renderer: Renderer) -> None:
+    chatml = renderer("chatml")
+    blocks = [f"[Document {index}]\ntext." for index in range(100)]
+    prompt = chatml.render([Message("user", "\n" + "\n\n".join(blocks) + "\n\nQuestion: x")])
+    tokens = chatml.document_tokens(prompt, blocks)
+    assert tokens is not None
+    count = len(token_list(tokens.head + b"".join(block or b"" for block in tokens.blocks)))
+    assert chatml.document_tokens(prompt, blocks, count) == tokens
+    with pytest.raises(TooManyTokens):
+        chatml.document_tokens(prompt, blocks, count - 1)
+
+
 def test_ids_outside_the_vocabulary_are_refused_when_decoded(renderer: Renderer) -> None:
     chatml = renderer("chatml")
     chatml.decode([0, chatml.vocab_size - 1])

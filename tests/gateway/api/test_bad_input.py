@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
+from gateway.api import models
+from gateway.schema import MAX_DOCUMENTS
+
 from .conftest import MODEL, Answer, Bench, Service, with_limits
 
 CHAT = "/v1/chat/completions"
@@ -299,5 +304,47 @@ def test_tokenize_and_detokenize_check_their_bodies(bench: Bench) -> None:
         counted = (await service.post("/tokenize", chat)).json["count"]
         answered = await service.chat("Hi", documents=chat["documents"])
         assert answered.json["usage"]["prompt_tokens"] == counted
+
+    bench.run(scenario)
+
+
+def test_more_documents_than_any_model_takes_are_refused_unread(bench: Bench) -> None:
+    async def scenario(service: Service) -> None:
+        documents = [{"text": "x"}] * (MAX_DOCUMENTS + 1)
+        await _refused(service, await service.chat(documents=documents), "documents")
+        body = {"messages": [{"role": "user", "content": "x"}], "documents": documents}
+        await _refused(service, await service.post("/tokenize", body), "documents")
+        assert (await service.chat(documents=documents[1:])).status == 200  # all of them the same
+        await _still_serves(service)
+
+    bench.run(scenario)
+
+
+def test_a_list_of_ids_that_is_too_long_is_not_looked_through(bench: Bench) -> None:
+    async def scenario(service: Service) -> None:
+        for prompt in ([1] * 10_000, [1] * 10_000 + ["x"], [1.5] * 10_000):
+            answer = await service.complete(prompt)
+            await _refused(service, answer, "prompt")
+            assert answer.json["error"]["code"] == "context_length_exceeded"
+        await _refused(service, await service.complete([1, "x"]), "prompt")
+        await _still_serves(service)
+
+    bench.run(scenario)
+
+
+def test_large_texts_are_not_tokenized_for_their_own_sake(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_MAX_BODY_BYTES", 1000)
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/tokenize", {"prompt": "x" * 1000}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 1000}]}),
+        ("/detokenize", {"tokens": [1] * 1000}),
+    ]
+
+    async def scenario(service: Service) -> None:
+        for path, body in bodies:
+            answer = await service.post(path, body)
+            assert answer.status == 413
+            assert answer.json["error"]["code"] == "payload_too_large"
+        await _still_serves(service)
 
     bench.run(scenario)
