@@ -91,6 +91,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if not self._refused:
             super().on_message_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        """Tell who speaks no HTTP so, in the shape of every other error."""
+        self._refuse(400, msg)
+
     def pause_writing(self) -> None:
         """The client reads more slowly than we write; it has to go on reading."""
         super().pause_writing()
@@ -142,7 +146,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._refused = True
-        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+        cycle = self.cycle
+        in_own_body = cycle is not None and not self._in_head and not cycle.response_started
+        if not self.transport.is_closing() and (cycle is None or cycle.response_complete or in_own_body):
             body = encode_error(InvalidRequestError(message))
             head = (
                 f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"

@@ -106,6 +106,20 @@ def test_i2_one_header_too_many_is_refused_in_openais_shape() -> None:
     _play(scenario)
 
 
+@pytest.mark.parametrize("noise", [b"GARBAGE\r\n\r\n", _POST + b"transfer-encoding: chunked\r\n\r\nzz\r\n"])
+def test_what_is_no_http_is_refused_in_openais_shape(noise: bytes) -> None:
+    async def scenario(connect: Connect) -> None:
+        reader, writer = await connect()
+        writer.write(noise)
+        status, body = await _answer(reader)
+        assert status == 400
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        assert await reader.read() == b""
+        writer.close()
+
+    _play(scenario)
+
+
 def test_i2_a_head_that_grows_for_ever_is_cut() -> None:
     async def scenario(connect: Connect) -> None:
         reader, writer = await connect()
