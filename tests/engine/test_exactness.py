@@ -1,6 +1,7 @@
 """The main promise, on the default model in float32: greedy tokens are those of ``transformers.generate``.
 
-With the cache off, cold, warm, cut into chunks, and while a small pool evicts. CI takes a few prompts;
+With the cache off, cold, warm, cut into chunks, and while a small pool evicts; one half with the C++ kernels (where
+there is a compiler), the other by PyTorch alone. CI takes a few prompts;
 ``HEADSTART_EXACTNESS_PROMPTS=100`` runs as many as that, of 20 to 1,500 tokens.
 """
 
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from engine.models.catalog import DEFAULT_MODEL, ensure_model
+from engine.native.build import compiler
 from engine.wire import Sampling
 
 COUNT = int(os.environ.get("HEADSTART_EXACTNESS_PROMPTS", "8"))
@@ -76,12 +78,23 @@ def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_a_roomy_pool_is_exact_without_cache_cold_and_warm(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]], model_engine: Callable[..., Any]
+    folder: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    model_engine: Callable[..., Any],
+    request: pytest.FixtureRequest,
 ) -> None:
+    kernels = request.getfixturevalue("kernels") if compiler() else None
     blocks = sum(-(-(len(prompt) + TOKENS) // BLOCK) for prompt in prompts)
     engine = model_engine(
-        folder, num_blocks=blocks, block_size=BLOCK, max_batch_tokens=512, threads=torch.get_num_threads()
+        folder,
+        num_blocks=blocks,
+        block_size=BLOCK,
+        max_batch_tokens=512,
+        threads=torch.get_num_threads(),
+        kernels=lambda: kernels,
     )
+    assert engine.runner.method.startswith("lean forward (kernels)" if kernels else "lean forward (torch)")
     off, cached = engine.generate(prompts, GREEDY, use_cache=False)
     assert off == expected
     assert set(cached) == {0}
