@@ -168,6 +168,8 @@ class Dispatcher:
         try:
             return await self._attempt(planner, sampling, n, stack, account)
         except (ReplicaLost, GenerationError) as error:
+            if all(replica.state is ReplicaState.STOPPED for replica in self._replicas.values()):
+                raise OverloadedError("The server has shut down; try another one, or this one again later.") from error
             _log.warning("request is tried again", replica=account.replica_id, reason=error.message)
         await self._wait_for_a_replica()
         return await self._attempt(planner, sampling, n, stack, account)

@@ -100,6 +100,8 @@ class _Server(uvicorn.Server):
         """Refuse new requests, wait for those in hand, stop the gateway."""
         self._gateway.drain()
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn would leave the application as it is
+            await self.lifespan.shutdown()
 
     def _end(self, _signal: signal.Signals) -> None:
         if self.should_exit:

@@ -111,15 +111,17 @@ def test_r1_a_signal_lets_streams_end_and_exits_with_0(
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
 
 
-def test_a_second_signal_ends_at_once(model_folder: Callable[[str], Path]) -> None:
+def test_a_second_signal_ends_at_once_and_without_a_traceback(model_folder: Callable[[str], Path]) -> None:
     async def main() -> None:
-        process, host, port = await _start(model_folder("chatml"), "stuck")
+        process, host, port = await _start(model_folder("chatml"), "stuck", stderr=asyncio.subprocess.PIPE)
         _, writer = await _ask(host, port)
         process.send_signal(signal.SIGINT)
         await _until_refused(host, port)
         assert process.returncode is None
         process.send_signal(signal.SIGINT)
-        assert await process.wait() == 0
+        _, log = await process.communicate()
+        assert process.returncode == 0
+        assert b"Traceback" not in log
         writer.close()
 
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
