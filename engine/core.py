@@ -90,6 +90,8 @@ class EngineCore:
             self._detokenizer(request.sampling.stop),
             time.perf_counter(),
         )
+        sequence.priority = sequence.urgency = request.priority
+        sequence.class_limit = request.class_limit
         sequence.add_siblings([self._detokenizer(request.sampling.stop) for _ in range(1, request.n)])
         self._choices[request.id] = [sequence, *sequence.siblings]
         self._scheduler.add(sequence)
@@ -184,6 +186,8 @@ class EngineCore:
             return "invalid_request", "a request needs at least one prompt token and max_tokens of at least 1"
         if not 1 <= request.n <= self._max_running:
             return "invalid_request", f"n must lie between 1 and {self._max_running}, the most that may run at once"
+        if request.priority < 0 or request.class_limit < 0:
+            return "invalid_request", "priority and class_limit may not be negative"
         if max(tokens) >= self._info.vocab_size:
             return "invalid_token", f"token ids must be below the vocabulary size of {self._info.vocab_size}"
         limit = self._info.max_model_len

@@ -13,12 +13,16 @@ from engine.blocks import BlockManager, BlockTable
 from engine.errors import NoSpaceError
 from engine.sequence import Sequence
 
-__all__ = ["MAX_WAITS", "Scheduled", "Scheduler", "Step"]
+__all__ = ["MAX_PREEMPTIONS", "MAX_WAITS", "Scheduled", "Scheduler", "Step"]
 
 MAX_WAITS: Final = 8
 """For so many sequences, one after the other, another one waits at most to share what they compute."""
 
-_AGE: Final = attrgetter("age")
+MAX_PREEMPTIONS: Final = 4
+"""A request that has been preempted so often is of the highest class from then on, so that it gets to its end."""
+
+_TURN: Final = attrgetter("turn")
+_RANK: Final = attrgetter("rank")
 
 
 class Scheduled(msgspec.Struct, frozen=True):
@@ -33,13 +37,16 @@ class Scheduler:
     """Owns the queues. Every step it mixes decodes and prefill chunks up to ``max_batch_tokens`` tokens.
 
     * Decodes come first, so that a long prompt never stops a running stream.
-    * Requests are admitted first come, first served, each with blocks for its whole prompt.
+    * Requests are admitted first come, first served, each with blocks for its whole prompt. Those of a lower class
+      (a higher ``priority``) count as come later by a time that is fixed per class, so that they age. Those of a class
+      that has as many running as it may are passed over.
     * A request that would start by computing what a running one is computing at the moment is passed over until that
       is published, and then hits it. It holds nothing meanwhile and nobody waits behind it; whatever ends or preempts
       the other one ends the wait; and it waits for at most ``MAX_WAITS`` others. So no wait is for ever.
-    * A decode that finds no block preempts the youngest running sequence. That one goes back to its place in the queue
-      and is computed again later, but its published blocks stay hittable until they are evicted. An older sequence is
-      never preempted for a younger one, so the oldest always gets to its end.
+    * A decode that finds no block preempts the youngest running sequence of the lowest class. That one goes back to its
+      place in the queue and is computed again later, but its published blocks stay hittable until they are evicted.
+      Within a class an older sequence is never preempted for a younger one, so the oldest always gets to its end, and
+      never one for a lower class; after ``MAX_PREEMPTIONS`` a sequence counts as of the highest.
     * The choices of a request count as running from its admission, and start as forks when its prompt is computed.
     """
 
@@ -51,8 +58,8 @@ class Scheduler:
         """
         if max_batch_tokens < 1 or max_running < 1:
             raise ValueError("max_batch_tokens and max_running must be positive")
-        self.waiting: list[Sequence] = []  # oldest first
-        self.running: list[Sequence] = []  # oldest first
+        self.waiting: list[Sequence] = []  # by turn
+        self.running: list[Sequence] = []  # by turn
         self.preemptions = 0
         self.recomputed_tokens = 0
         self.shared_in_flight = 0
@@ -65,12 +72,14 @@ class Scheduler:
         self._short = max(1, max_batch_tokens // 4)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence, the youngest of all. Its prompt plus one token must fit the empty pool, and it may not
-        have more choices than sequences may run."""
+        """Queue a new sequence, the youngest of its class.
+
+        Its prompt plus one token must fit the empty pool, and it may not have more choices than sequences may run.
+        """
         self._added += 1
         for choice in (sequence, *sequence.siblings):
             choice.number = self._added
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=_TURN)
 
     def remove(self, sequence: Sequence) -> None:
         """Take an ended sequence out of its queue and give its blocks back."""
@@ -91,7 +100,7 @@ class Scheduler:
             sibling.table = self._blocks.fork(sequence.table)
             sibling.cached_tokens = sequence.cached_tokens
             sibling.queue_s = sequence.queue_s
-            insort(self.running, sibling, key=_AGE)
+            insort(self.running, sibling, key=_TURN)
         sequence.siblings = []
 
     def schedule(self) -> Step:
@@ -102,37 +111,54 @@ class Scheduler:
         if prefills and prefills[0].remaining > step.budget:
             self._schedule_short(step, prefills)
         for sequence in prefills:
+            self._schedule_waiting(step, before=sequence)
             step.add(sequence)
-        while step.budget and (head := self._next_waiting()) is not None and self._admit(head):
-            step.add(head)
+        self._schedule_waiting(step)
         return step
 
+    def _schedule_waiting(self, step: Step, before: Sequence | None = None) -> None:
+        """Admit and schedule waiting sequences, or only those whose turn comes before that of a running one."""
+        while step.budget and (head := self._next_waiting()) is not None:
+            if (before is not None and head.turn > before.turn) or not self._admit(head):
+                return
+            step.add(head)
+
     def _schedule_decodes(self, step: Step) -> None:
-        """Schedule every decode, oldest first."""
+        """Schedule every decode, those that would be preempted last first."""
+        ranked = sorted(self.running, key=_RANK)
         at = 0
-        while at < len(self.running):  # preempting shortens the list from its end
-            sequence = self.running[at]
+        while at < len(ranked):  # preempting shortens the list from its end
+            sequence = ranked[at]
             at += 1
-            if sequence.decoding and step.budget and self._make_room(sequence, step):
+            if sequence.decoding and step.budget and self._make_room(sequence, ranked, step):
                 step.add(sequence)
 
-    def _make_room(self, sequence: Sequence, step: Step) -> bool:
+    def _make_room(self, sequence: Sequence, ranked: list[Sequence], step: Step) -> bool:
         """Give the sequence a block for its newest token; False when it had to be preempted itself."""
         while True:
             try:
                 copy = self._blocks.extend(sequence.table)
             except NoSpaceError:
-                victim = self.running.pop()
-                victim.preempted_at = victim.table.computed
-                self._blocks.free(victim.table)
-                insort(self.waiting, victim, key=_AGE)
-                self.preemptions += 1
+                victim = ranked.pop()
+                self._preempt(victim)
                 if victim is sequence:
                     return False
             else:
                 if copy is not None:
                     step.copies.append(copy)
                 return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Take a running sequence's blocks and put it back into the queue."""
+        self.running.remove(victim)
+        victim.preempted_at = victim.table.computed
+        self._blocks.free(victim.table)
+        self.preemptions += 1
+        victim.preemptions += 1
+        if victim.preemptions >= MAX_PREEMPTIONS:
+            for choice in (victim, *victim.siblings):
+                choice.urgency = 0
+        insort(self.waiting, victim, key=_TURN)
 
     def _schedule_short(self, step: Step, prefills: list[Sequence]) -> None:
         """Let short prompts overtake a prefill that would take the whole step, within their part of it."""
@@ -150,15 +176,30 @@ class Scheduler:
             step.add(head)
 
     def _next_waiting(self) -> Sequence | None:
-        """The oldest waiting sequence that would not compute what a running one is computing."""
+        """The first in turn that has a place in its class and would not compute what a running one is computing."""
         if len(self.running) >= self._max_running:
             return None
-        return next((sequence for sequence in self.waiting if not self._shall_wait(sequence)), None)
+        for sequence in self.waiting:
+            if self._has_place(sequence) and not self._shall_wait(sequence):
+                return sequence
+        return None
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        """Whether its class may have it running; more choices than the limit run when they are the only ones."""
+        if not sequence.class_limit:
+            return True
+        taken = sum(1 + len(other.siblings) for other in self.running if other.priority == sequence.priority)
+        return not taken or taken + 1 + len(sequence.siblings) <= sequence.class_limit
 
     def _shall_wait(self, sequence: Sequence) -> bool:
-        """Whether what it would compute first is in flight, and its patience not at an end."""
+        """Whether what it would compute first is in flight, and its patience not at an end.
+
+        Nobody waits for a lower class, whose turn may come much later.
+        """
         other = self._blocks.in_flight(sequence.table)
-        if other is None:
+        if other is None or any(
+            running.table is other and running.urgency > sequence.urgency for running in self.running
+        ):
             return False
         if other is not sequence.awaited:
             if not sequence.waits:
@@ -188,7 +229,7 @@ class Scheduler:
         sequence.awaited = None
         sequence.waits = 0
         self.waiting.remove(sequence)
-        insort(self.running, sequence, key=_AGE)
+        insort(self.running, sequence, key=_TURN)
         return True
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import Protocol
+from typing import Final, Protocol
 
 from engine.blocks import BlockTable
 from engine.wire import Sampling
 
-__all__ = ["Detokenizer", "Sequence", "choice_seed"]
+__all__ = ["AGEING_S", "Detokenizer", "Sequence", "choice_seed"]
+
+AGEING_S: Final = 30.0
+"""For each step of its priority a request gives way to those that arrive so much later, and to no others."""
 
 
 class Detokenizer(Protocol):
@@ -39,13 +42,16 @@ class Sequence:
         "arrived",
         "awaited",
         "cached_tokens",
+        "class_limit",
         "detokenizer",
         "foreseen",
         "id",
         "index",
         "number",
         "preempted_at",
+        "preemptions",
         "prefill_s",
+        "priority",
         "prompt_tokens",
         "queue_s",
         "reported",
@@ -53,6 +59,7 @@ class Sequence:
         "seed",
         "siblings",
         "table",
+        "urgency",
         "waits",
     )
 
@@ -82,6 +89,10 @@ class Sequence:
         self.index = 0
         self.siblings: list[Sequence] = []
         self.number = 0  # place in the order of arrival, given by the scheduler
+        self.priority = 0  # of its class
+        self.urgency = 0  # its priority, until it has been preempted too often
+        self.class_limit = 0  # so many of its priority may run at once, 0 for all
+        self.preemptions = 0
         # While it waits for blocks that another sequence is computing:
         self.awaited: BlockTable | None = None  # the last one it waited for
         self.waits = 0  # how many it has waited for
@@ -92,14 +103,24 @@ class Sequence:
         for index, detokenizer in enumerate(detokenizers, 1):
             sibling = Sequence(self.id, self.tokens, None, self.sampling, detokenizer, self.arrived)
             sibling.index = index
+            sibling.priority, sibling.urgency = self.priority, self.urgency
+            sibling.class_limit = self.class_limit
             sibling.seed = choice_seed(self.seed, index)
             sibling.reported = True  # the prompt counts once, with the first choice
             self.siblings.append(sibling)
 
     @property
-    def age(self) -> tuple[int, int]:
-        """Sorts sequences, the oldest first."""
-        return self.number, self.index
+    def turn(self) -> tuple[float, int, int]:
+        """Sorts sequences by whose turn it is to be admitted and to compute its prompt.
+
+        That is the order of arrival, a lower class set back by a fixed time: so nobody is overtaken for ever.
+        """
+        return self.arrived + self.urgency * AGEING_S, self.number, self.index
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Sorts sequences by who keeps its blocks: by class, then the oldest first. The last is preempted first."""
+        return self.urgency, self.number, self.index
 
     @property
     def tokens(self) -> list[int]:

@@ -75,6 +75,9 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     ``tokens`` is the prompt as little-endian uint32 (``cache_policy.keys.token_bytes``), ``root`` the first parent of
     its block keys. ``use_cache`` False neither reads nor publishes blocks (a bypass). ``n`` choices continue the
     prompt, which is computed once; the seed of each is derived from the request's seed and its index.
+
+    ``priority`` is that of its class, 0 and up, lower ones first. Of one priority at most ``class_limit`` choices run
+    at once (0: as many as run at all); the requests of a class that is full wait without holding up others.
     """
 
     id: int
@@ -83,6 +86,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     sampling: Sampling
     use_cache: bool = True
     n: int = 1
+    priority: int = 0
+    class_limit: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,9 +14,10 @@ from engine.batch import Batch
 from engine.blocks import BlockManager, BlockTable
 from engine.core import EngineCore
 from engine.errors import CallError
-from engine.scheduler import MAX_WAITS
+from engine.scheduler import MAX_PREEMPTIONS, MAX_WAITS, Scheduler
 from engine.scripted import ScriptedRunner, scripted_continuation
-from engine.sequence import choice_seed
+from engine.sequence import AGEING_S, choice_seed
+from engine.sequence import Sequence as Running
 from engine.wire import AllBlocksCleared, EngineInfo, Output, Sampling, StepReport, StepTiming, Submit
 
 VOCABULARY = 1000
@@ -113,16 +115,24 @@ class Engine:
         self.reports: list[StepReport] = []
         self.budget = max_batch_tokens
 
-    def submit(self, prompt: Sequence[int], count: int = 4, *, use_cache: bool = True, **sampling: object) -> Answer:
-        return self.submit_choices(1, prompt, count, use_cache=use_cache, **sampling)[0]
+    def submit(self, prompt: Sequence[int], count: int = 4, **options: Any) -> Answer:
+        return self.submit_choices(1, prompt, count, **options)[0]
 
     def submit_choices(
-        self, n: int, prompt: Sequence[int], count: int = 4, *, use_cache: bool = True, **sampling: object
+        self,
+        n: int,
+        prompt: Sequence[int],
+        count: int = 4,
+        *,
+        use_cache: bool = True,
+        priority: int = 0,
+        class_limit: int = 0,
+        **sampling: object,
     ) -> list[Answer]:
         id = len(self.choices)
         answers = self.choices[id] = [Answer() for _ in range(n)]
         chosen = Sampling(max_tokens=count, **{"temperature": 0, **sampling})  # type: ignore[arg-type]
-        self.core.submit(Submit(id, token_bytes(list(prompt)), ROOT, chosen, use_cache, n))
+        self.core.submit(Submit(id, token_bytes(list(prompt)), ROOT, chosen, use_cache, n, priority, class_limit))
         return answers
 
     @property
@@ -145,10 +155,10 @@ class Engine:
         assert load.used_blocks + load.cached_blocks + load.free_blocks == self.core.info.num_blocks
         if report.timing is not None:
             assert 0 < report.timing.prefill_tokens + report.timing.decode_tokens <= self.budget
-        waiting = [sequence.id for sequence in self.core._scheduler.waiting]
-        running = [sequence.id for sequence in self.core._scheduler.running]
-        assert running == sorted(running)  # never an older one behind a newer one
-        assert waiting == sorted(waiting)
+        for queue in (self.core._scheduler.waiting, self.core._scheduler.running):
+            for priority in {sequence.priority for sequence in queue}:
+                ids = [sequence.id for sequence in queue if sequence.priority == priority]
+                assert ids == sorted(ids)  # never an older one behind a newer one of its class
         return report
 
     def run(self) -> None:
@@ -530,6 +540,106 @@ def test_more_choices_than_may_run_are_refused(n: int) -> None:
     assert error is not None
     assert error[0] == "invalid_request"
     assert "between 1 and 4" in error[1]
+
+
+# --- classes ---------------------------------------------------------------------------------------------
+
+
+def test_a_higher_class_is_admitted_before_a_lower_one_that_came_earlier() -> None:
+    engine = Engine(max_running=1)
+    engine.submit(tok(0, 20), 5)
+    engine.step()
+    low, lower = engine.submit(tok(100, 20), priority=1), engine.submit(tok(150, 20), priority=2)
+    high = [engine.submit(tok(200 + 50 * i, 20)) for i in range(3)]
+    engine.run()
+    starts = [answer.first_step for answer in (*high, low, lower)]
+    assert starts == sorted(starts)  # type: ignore[type-var]
+
+
+def test_a_lower_class_gives_way_for_a_limited_time_only() -> None:
+    engine = Engine(max_running=1)
+    engine.submit(tok(0, 20), 5)
+    engine.step()
+    low = engine.submit(tok(100, 20), priority=2)
+    (waiting,) = engine.core._scheduler.waiting
+    waiting.arrived -= 2 * AGEING_S + 1  # it has waited for so long
+    high = engine.submit(tok(200, 20))
+    engine.run()
+    assert low.first_step is not None
+    assert high.first_step is not None
+    assert low.first_step < high.first_step
+
+
+def test_a_class_never_runs_more_than_its_limit_and_holds_up_no_other() -> None:
+    engine = Engine()
+    low = [engine.submit(noise(i, 20), 12, priority=3, class_limit=2) for i in range(5)]
+    low += engine.submit_choices(3, noise(8, 20), 12, priority=3, class_limit=2)  # more than may run: they run alone
+    other = engine.submit(tok(0, 20), 3, priority=4)
+    engine.step()
+    assert other.first_step is None or other.first_step == 1
+    while engine.core.has_work():
+        engine.step()
+        running = [sequence.id for sequence in engine.core._scheduler.running if sequence.priority == 3]
+        assert len(running) <= 2 or set(running) == {5}
+    assert other.first_step == 1
+    assert all(answer.finish_reason == "length" for answer in low)
+
+
+def test_a_higher_class_is_never_preempted_for_a_lower_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted: list[Running] = []
+    preempt = Scheduler._preempt
+
+    def record(self: Scheduler, victim: Running) -> None:
+        assert victim.urgency == max(sequence.urgency for sequence in self.running)
+        preempted.append(victim)
+        preempt(self, victim)
+
+    monkeypatch.setattr(Scheduler, "_preempt", record)
+    engine = Engine(24, max_batch_tokens=64)
+    prompts = [noise(i, 60) for i in range(8)]
+    answers = [engine.submit(prompt, 60, priority=1 - i % 2) for i, prompt in enumerate(prompts)]
+    engine.run()
+    assert [answer.tokens for answer in answers] == [expected(prompt, 60) for prompt in prompts]
+    assert {victim.priority for victim in preempted} >= {1}
+
+
+def test_who_is_preempted_again_and_again_is_preempted_no_more() -> None:
+    engine = Engine(12, max_batch_tokens=64)
+    low = engine.submit(noise(0, 50), 90, priority=1)
+    (sequence,) = engine.core._choices[0]
+    for _ in range(MAX_PREEMPTIONS):
+        assert sequence.urgency == 1
+        engine.step()
+        engine.core._scheduler._preempt(sequence)
+    engine.step()
+    high = engine.submit(noise(1, 40), 60)
+    engine.run()
+    assert engine.core.load().preemptions > MAX_PREEMPTIONS
+    assert sequence.preemptions == MAX_PREEMPTIONS
+    assert low.tokens == expected(noise(0, 50), 90)
+    assert high.tokens == expected(noise(1, 40), 60)
+
+
+def test_nobody_waits_for_a_lower_class_to_compute_a_prefix() -> None:
+    engine = Engine(max_batch_tokens=32)
+    prompt = noise(1, 320)
+    low = engine.submit(prompt, priority=1)
+    engine.step()
+    high = engine.submit(prompt)
+    engine.run()
+    assert high.first_step is not None
+    assert low.first_step is not None
+    assert high.first_step <= low.first_step
+    assert low.tokens == high.tokens == expected(prompt, 4)
+
+
+@pytest.mark.parametrize("wrong", [{"priority": -1}, {"class_limit": -1}])
+def test_a_class_out_of_range_is_refused(wrong: dict[str, int]) -> None:
+    engine = Engine()
+    answer = engine.submit(tok(0, 20), **wrong)
+    engine.run()
+    assert answer.error is not None
+    assert answer.error[0] == "invalid_request"
 
 
 # --- what fits -------------------------------------------------------------------------------------------
