@@ -15,6 +15,7 @@ __all__ = [
     "AdminConfig",
     "ApiKey",
     "CanonicalConfig",
+    "ClassConfig",
     "Config",
     "EngineConfig",
     "HoistMode",
@@ -105,6 +106,17 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"s
     service_class: str = "default"
 
 
+class ClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[classes.NAME]``: a service class, which entries of ``[keys]`` name. ``default`` is there without an entry.
+
+    The classes of lower ``priority`` go first; each has a priority of its own. Of a class at most ``max_running``
+    answers are generated at once on each engine (0: as many as run at all); further requests wait.
+    """
+
+    priority: Annotated[int, Meta(ge=0, le=100)] = 0
+    max_running: Annotated[int, Meta(ge=0)] = 0
+
+
 class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[admin]``: the SHA-256 (hex) of the key that guards ``/admin/*``; ``headstart hash-key`` prints it."""
 
@@ -131,6 +143,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     redis: RedisConfig = RedisConfig()
     canonical: CanonicalConfig = CanonicalConfig()
     templates: dict[str, TemplateConfig] = {}
+    classes: dict[str, ClassConfig] = {}
     keys: dict[str, ApiKey] = {}
     admin: AdminConfig = AdminConfig()
     limits: LimitsConfig = LimitsConfig()

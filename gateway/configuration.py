@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from cache_policy.policy import POLICY_NAMES
-from gateway.config import Config, EngineConfig
+from gateway.config import ClassConfig, Config, EngineConfig
 from gateway.errors import ConfigError
 
 __all__ = ["ENVIRONMENT_PREFIX", "check_config", "is_loopback", "load_config", "served_model_name"]
@@ -62,13 +62,14 @@ def check_config(config: Config) -> None:
     """Refuse what the types allow but nobody can want.
 
     Raises:
-        ConfigError: A key that is no SHA-256, an empty secret, an unknown policy, or a gateway open to the network
-            without keys.
+        ConfigError: A key that is no SHA-256, an empty secret, an unknown policy or class, two classes of one priority,
+            or a gateway open to the network without keys.
     """
     if config.secret == "":
         raise ConfigError("secret is empty: give a long random string, or leave it out and each start makes its own.")
     for digest in config.keys:
         _check_digest(digest, "keys")
+    _check_classes(config)
     if config.admin.key_sha256 is not None:
         _check_digest(config.admin.key_sha256, "admin.key_sha256")
         if config.admin.key_sha256 in config.keys:
@@ -100,6 +101,23 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
     mapped = getattr(address, "ipv4_mapped", None)  # a dual-stack socket shows 127.0.0.1 as ::ffff:127.0.0.1
     return (mapped or address).is_loopback
+
+
+def _check_classes(config: Config) -> None:
+    named: dict[int, str] = {}
+    for name, service_class in {"default": ClassConfig(), **config.classes}.items():
+        other = named.setdefault(service_class.priority, name)
+        if other != name:
+            raise ConfigError(
+                f"classes.{name}.priority: {service_class.priority} is the priority of {other!r} already. "
+                "Give each class its own."
+            )
+    for key in config.keys.values():
+        if key.service_class != "default" and key.service_class not in config.classes:
+            raise ConfigError(
+                f"keys: the class {key.service_class!r} of tenant {key.tenant!r} is not defined. "
+                f"Add [classes.{key.service_class}]."
+            )
 
 
 def _check_digest(digest: str, key: str) -> None:

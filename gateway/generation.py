@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Final
 
+import msgspec
 import structlog
 
 from engine.wire import EngineInfo, Output, Sampling
+from gateway.config import ClassConfig
 from gateway.errors import (
     ContextLengthError,
     GenerationError,
@@ -27,13 +29,23 @@ from gateway.routing.router import Router
 from gateway.stats.record import RequestRecord
 from gateway.stats.statistics import Statistics
 
-__all__ = ["Dispatcher", "Generation", "Planner", "SamplingChoice"]
+__all__ = ["Dispatcher", "Generation", "Planner", "SamplingChoice", "Terms"]
 
 Planner = Callable[[], Plan]
 """Walks the request path. Called once more when the first replica was lost before it produced anything."""
 
 SamplingChoice = Callable[[Plan, EngineInfo], Sampling]
 """Fits the caller's wishes to the replica that was chosen."""
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What is asked of a replica whatever the prompt is: how many choices, and in which class."""
+
+    n: int = 1
+    service_class: ClassConfig = ClassConfig()
+
+
+_ALONE: Final = Terms()
 
 _RECOVERY_WAIT_S: Final = 30.0
 """How long a request whose replica died before its first token waits for one to come (back) up."""
@@ -125,11 +137,11 @@ class Dispatcher:
 
     @asynccontextmanager
     async def generate(
-        self, planner: Planner, sampling: SamplingChoice, *, n: int = 1, arrived: float
+        self, planner: Planner, sampling: SamplingChoice, *, terms: Terms = _ALONE, arrived: float
     ) -> AsyncIterator[Generation]:
         """Run one request for the length of the block; leaving it early aborts the request at its replica.
 
-        ``n`` choices are generated. ``arrived`` is when the caller began to send it (``time.monotonic``).
+        ``arrived`` is when the caller began to send it (``time.monotonic``).
 
         Raises:
             OverloadedError: Too many requests are waiting or running.
@@ -141,7 +153,7 @@ class Dispatcher:
         account = _Account(self._statistics, arrived)
         try:
             async with asyncio.timeout(self._timeout_s), AsyncExitStack() as stack:
-                account.generation = await self._open(planner, sampling, n, stack, account)
+                account.generation = await self._open(planner, sampling, terms, stack, account)
                 yield account.generation
             account.close("ok")
         except TimeoutError:
@@ -162,25 +174,33 @@ class Dispatcher:
             self.active -= 1
 
     async def _open(
-        self, planner: Planner, sampling: SamplingChoice, n: int, stack: AsyncExitStack, account: _Account
+        self, planner: Planner, sampling: SamplingChoice, terms: Terms, stack: AsyncExitStack, account: _Account
     ) -> Generation:
         """Wait for the first output. One more try, on whatever replica is best then, when none has come."""
         try:
-            return await self._attempt(planner, sampling, n, stack, account)
+            return await self._attempt(planner, sampling, terms, stack, account)
         except (ReplicaLost, GenerationError) as error:
             if all(replica.state is ReplicaState.STOPPED for replica in self._replicas.values()):
                 raise OverloadedError("The server has shut down; try another one, or this one again later.") from error
             _log.warning("request is tried again", replica=account.replica_id, reason=error.message)
         await self._wait_for_a_replica()
-        return await self._attempt(planner, sampling, n, stack, account)
+        return await self._attempt(planner, sampling, terms, stack, account)
 
     async def _attempt(
-        self, planner: Planner, sampling: SamplingChoice, n: int, stack: AsyncExitStack, account: _Account
+        self, planner: Planner, sampling: SamplingChoice, terms: Terms, stack: AsyncExitStack, account: _Account
     ) -> Generation:
         plan = planner()
         replica = self._replicas[plan.replica_id]
         assert replica.info is not None, "the router chooses among replicas that are ready"
-        request = GenerationRequest(plan.token_ids, plan.root, sampling(plan, replica.info), plan.use_cache, n)
+        request = GenerationRequest(
+            plan.token_ids,
+            plan.root,
+            sampling(plan, replica.info),
+            plan.use_cache,
+            terms.n,
+            terms.service_class.priority,
+            terms.service_class.max_running,
+        )
         account.plan = plan
         async with AsyncExitStack() as attempt:
             flight = attempt.enter_context(self._router.dispatch(plan))
@@ -190,7 +210,7 @@ class Dispatcher:
                 raise _engine_error(first.error)
             flight.prefilled()
             await stack.enter_async_context(attempt.pop_all())
-        return Generation(plan, n, first, outputs, time.monotonic())
+        return Generation(plan, terms.n, first, outputs, time.monotonic())
 
     async def _wait_for_a_replica(self) -> None:
         """Wait until some replica is ready; gives up early when none is on its way."""

@@ -12,11 +12,12 @@ from typing import Final
 import structlog
 
 from engine.wire import EngineInfo
-from gateway.config import Config
+from gateway.config import ClassConfig, Config
 from gateway.configuration import check_config, served_model_name
 from gateway.errors import OverloadedError
 from gateway.generation import Dispatcher
 from gateway.identity import Authenticator
+from gateway.plan import Caller
 from gateway.prompt import PromptRenderer
 from gateway.replicas.base import Replica, ReplicaState
 from gateway.replicas.engine import EngineReplica
@@ -78,6 +79,10 @@ class Gateway:
     def info(self) -> EngineInfo | None:
         """What the replicas serve; None until one has been ready."""
         return next((replica.info for replica in self.replicas.values() if replica.info is not None), None)
+
+    def service_class(self, caller: Caller) -> ClassConfig:
+        """The class in which the caller's requests are scheduled."""
+        return self.config.classes.get(caller.service_class) or ClassConfig()
 
     @property
     def ready_replicas(self) -> int:

@@ -26,7 +26,7 @@ from gateway.api.validation import (
     sampling_for,
 )
 from gateway.errors import HeadstartError, MethodNotAllowedError, OverloadedError
-from gateway.generation import Generation
+from gateway.generation import Generation, Terms
 from gateway.plan import Caller, Plan
 from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 from gateway.service import Gateway
@@ -61,6 +61,7 @@ class _Job(msgspec.Struct, frozen=True):
     max_tokens: int | None
     planner: Callable[[], Plan]
     format: AnswerFormat
+    terms: Terms
 
 
 def _chat(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
@@ -71,6 +72,7 @@ def _chat(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
         chat_max_tokens(body),
         lambda: gateway.path.plan_chat(body, caller),
         ChatFormat(body.model, with_usage=_wants_usage(body)),
+        Terms(body.n or 1, gateway.service_class(caller)),
     )
 
 
@@ -82,6 +84,7 @@ def _completion(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
         completion_max_tokens(body),
         lambda: gateway.path.plan_completion(body, caller),
         CompletionFormat(body.model, with_usage=_wants_usage(body)),
+        Terms(body.n or 1, gateway.service_class(caller)),
     )
 
 
@@ -105,7 +108,7 @@ async def _generate(gateway: Gateway, exchange: Exchange, job: _Job, arrived: fl
         async with gateway.dispatcher.generate(
             job.planner,
             lambda plan, info: sampling_for(body, job.max_tokens, len(plan.token_ids), info),
-            n=body.n or 1,
+            terms=job.terms,
             arrived=arrived,
         ) as generation:
             if body.stream:

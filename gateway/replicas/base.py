@@ -30,7 +30,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """One tokenized prompt on its way to a replica.
 
     ``token_ids`` is the whole prompt, ``root`` the first parent of its block keys (its cache namespace). ``n`` answers
-    to it are wanted.
+    to it are wanted. ``priority`` and ``class_limit`` are those of its class (see ``engine.wire.Submit``).
     """
 
     token_ids: list[int]
@@ -38,6 +38,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     sampling: Sampling
     use_cache: bool = True
     n: int = 1
+    priority: int = 0
+    class_limit: int = 0
 
 
 class ReplicaObserver(Protocol):

@@ -129,6 +129,8 @@ class EngineReplica:
                     request.sampling,
                     request.use_cache,
                     request.n,
+                    request.priority,
+                    request.class_limit,
                 )
             )
             while not mailbox.emptied:

@@ -147,6 +147,8 @@ class ScriptedReplica:
                     request.sampling,
                     request.use_cache,
                     request.n,
+                    request.priority,
+                    request.class_limit,
                 )
             )
             self._work.set()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import Config, ServerConfig
+from gateway.config import ApiKey, ClassConfig, Config, ServerConfig
 from gateway.configuration import check_config, is_loopback, load_config
 from gateway.errors import ConfigError
 
@@ -34,7 +34,9 @@ def test_later_sources_win(tmp_path: Path) -> None:
 
 def test_templates_and_keys_are_read_from_the_file(tmp_path: Path) -> None:
     text = f"[templates.faq]\nsystem = 'Today is {{now}}.'\n[keys]\n{_DIGEST} = {{tenant = 'a', class = 'batch'}}\n"
+    text += "[classes.batch]\npriority = 2\nmax_running = 4\n"
     config = load_config(_file(tmp_path, text))
+    assert config.classes["batch"] == ClassConfig(priority=2, max_running=4)
     assert config.templates["faq"].system == "Today is {now}."
     assert config.keys[_DIGEST].service_class == "batch"
 
@@ -106,3 +108,14 @@ def test_loopback_is_recognised(host: str) -> None:
 
 def test_with_keys_any_address_may_be_bound() -> None:
     load_config(None, {"HEADSTART__SERVER__HOST": "0.0.0.0", f"HEADSTART__KEYS__{_DIGEST.upper()}__TENANT": "a"})
+
+
+def test_classes_are_defined_before_keys_name_them_and_have_a_priority_each() -> None:
+    owner = {_DIGEST: ApiKey("acme", "batch")}
+    check_config(Config(keys=owner, classes={"batch": ClassConfig(1), "urgent": ClassConfig(2, max_running=3)}))
+    check_config(Config(classes={"default": ClassConfig(5), "urgent": ClassConfig(0)}))
+    with pytest.raises(ConfigError, match=r"\[classes\.batch\]"):
+        check_config(Config(keys=owner))
+    for classes in ({"batch": ClassConfig(0)}, {"batch": ClassConfig(3), "nightly": ClassConfig(3)}):
+        with pytest.raises(ConfigError, match="priority"):
+            check_config(Config(classes=classes))

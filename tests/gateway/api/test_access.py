@@ -11,7 +11,7 @@ import pytest
 from litestar.routes import HTTPRoute
 
 from gateway.app import create_app
-from gateway.config import AdminConfig, ApiKey, Config
+from gateway.config import AdminConfig, ApiKey, ClassConfig, Config
 from gateway.service import Gateway
 
 from .conftest import BASE, MODEL, Bench, Service
@@ -23,7 +23,8 @@ def _digest(key: str) -> str:
 
 KEYED: Config = msgspec.structs.replace(
     BASE,
-    keys={_digest("sk-a"): ApiKey("acme"), _digest("sk-b"): ApiKey("bolt")},
+    keys={_digest("sk-a"): ApiKey("acme"), _digest("sk-b"): ApiKey("bolt", "batch")},
+    classes={"batch": ClassConfig(priority=2, max_running=4)},
     admin=AdminConfig(key_sha256=_digest("sk-admin")),
 )
 PUBLIC = {"/health", "/ready", "/version", "/dashboard", "/dashboard/static/{path:path}"}
@@ -186,5 +187,16 @@ def test_n1_n2_tenants_share_no_blocks_and_each_reuses_its_own(bench: Bench) -> 
         assert [await cached("sk-b", user="acme", metadata={"tenant": "acme"}) for _ in range(2)] == [0, 96]
         assert [await cached("sk-a"), await cached("sk-a", cache_salt="abc")] == [96, 96]
         assert set(service.stats().tenants) == {"acme", "bolt"}
+
+    bench.run(scenario, KEYED)
+
+
+def test_a_keys_class_reaches_the_engine(bench: Bench) -> None:
+    async def scenario(service: Service) -> None:
+        for key, wanted in (("sk-a", (0, 0)), ("sk-b", (2, 4))):
+            for ask in (service.chat, service.complete):
+                assert (await ask("x", headers=_key(key))).status == 200
+                submitted = service.replica.submitted[-1]
+                assert (submitted.priority, submitted.class_limit) == wanted
 
     bench.run(scenario, KEYED)
