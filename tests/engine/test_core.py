@@ -595,6 +595,7 @@ def test_a_higher_class_is_never_preempted_for_a_lower_one(monkeypatch: pytest.M
         preempt(self, victim)
 
     monkeypatch.setattr(Scheduler, "_preempt", record)
+    monkeypatch.setattr("engine.sequence.AGEING_S", 0.0)  # as if the lower class had waited long: it starts first
     engine = Engine(24, max_batch_tokens=64)
     prompts = [noise(i, 60) for i in range(8)]
     answers = [engine.submit(prompt, 60, priority=1 - i % 2) for i, prompt in enumerate(prompts)]
