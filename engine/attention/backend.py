@@ -6,6 +6,9 @@ modules call, once per layer; it hands over to the ``StepAttention`` that the ru
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -94,14 +97,11 @@ class KvPool:
         shapes = [(num_blocks, layer.kv_heads, block_size) for layer in layers]
         dims = [(layer.key_dim, layer.value_dim) for layer in layers]
         self.keys, self.values = (
-            [
-                torch.zeros(*shape, dim[kind], dtype=dtype, device=device)
-                for shape, dim in zip(shapes, dims, strict=True)
-            ]
+            [_zeros((*shape, dim[kind]), dtype, device) for shape, dim in zip(shapes, dims, strict=True)]
             for kind in range(2)
         )
         self.key_scales, self.value_scales = (
-            [torch.zeros(shape, device=device) for shape in shapes if dtype == torch.int8] for _ in range(2)
+            [_zeros(shape, torch.float32, device) for shape in shapes if dtype == torch.int8] for _ in range(2)
         )
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -148,6 +148,16 @@ class KvPool:
                 read = read * of_rows.view(*rows.shape, self.block_size, 1).to(dtype)
             found.append(read)
         return found[0], found[1]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Zeros. On the CPU of memory that the system gives when it is written to, where ``torch.zeros`` writes to all."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # systems without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class StepAttention(Protocol):
