@@ -148,7 +148,8 @@ class _Show:
         one_each = {ask.template: ask for ask in reversed(self._asks)}
         for ask in list(one_each.values())[:ANSWERS]:
             self._out.print(f"\n[bold]{escape(ask.question)}[/]  [dim]({ask.template})[/]")
-            body = self._application.structured(ask) | {"max_tokens": ANSWER_TOKENS}
+            # Not greedy: a model this small would go round in circles.
+            body = self._application.structured(ask) | {"max_tokens": ANSWER_TOKENS, "temperature": 0.7, "seed": 1}
             outcome = await client.complete(body, lambda text: self._out.print(text, end="", markup=False))
             self._out.print(
                 f"\n[dim]{outcome.cached_tokens} of {outcome.prompt_tokens} prompt tokens from the cache, first token "

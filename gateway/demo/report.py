@@ -62,7 +62,7 @@ def pass_figures(outcomes: Sequence[Outcome], *, prefill_s: float, saved_prefill
 def table(report: Report) -> Table:
     """Both passes side by side."""
     title = f"{report.model}, {report.as_is.requests} requests a pass"
-    rows = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    rows = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     rows.add_column("", no_wrap=True)
     for heading in ("token\nhit rate", "TTFT\np50", "TTFT\np95", "prefill\nspent", "prefill\nsaved", "failed"):
         rows.add_column(heading, justify="right", no_wrap=True)
