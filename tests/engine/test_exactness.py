@@ -45,7 +45,8 @@ def folder() -> Path:
 def prompts(folder: Path) -> list[list[int]]:
     """Text of Python's own documentation: a system prompt that all share, then passages that some share.
 
-    Lengths are spread evenly in their logarithm between 20 and 1,500 tokens, both included.
+    Lengths are spread evenly in their logarithm between 20 and 1,500 tokens, both included. Two are long and
+    have little in common, so that a pool which just holds either has to evict for the other.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     modules = (argparse, inspect, json, logging, random, re, subprocess)
@@ -55,11 +56,13 @@ def prompts(folder: Path) -> list[list[int]]:
     rng = random.Random(7)
     made = []
     for i in range(COUNT):
-        length = (20, 1500)[i] if i < 2 else round(20 * 75 ** rng.random())
+        length = (20, 1500, 900)[i] if i < 3 else round(20 * 75 ** rng.random())
         tokens = list(system)
         while len(tokens) < length:
-            # Few passages, the first much more often than the last, so that prompts meet in the cache.
-            tokens += passages[min(int(rng.expovariate(0.7)), len(passages) - 1)]
+            # Few passages, some much more often than others, so that prompts meet in the cache; every other prompt
+            # takes them from the other end.
+            drawn = min(int(rng.expovariate(0.7)), len(passages) - 1)
+            tokens += passages[drawn if i % 2 else -1 - drawn]
         made.append(tokens[:length])
     return made
 
