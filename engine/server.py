@@ -222,13 +222,13 @@ class EngineServer:
 
     async def _close_connections(self) -> None:
         """Flush and close every connection; those that do not read are cut."""
-        transports = [connection.writer.transport for connection in self._connections]
-        for transport in transports:
-            transport.close()
+        for connection in self._connections:
+            connection.writer.transport.close()
         if self._handlers:
             await asyncio.wait(self._handlers, timeout=_CLOSE_SECONDS)
-        for transport in transports:
-            transport.abort()
+        # Only those that are still there: a transport that has written its last bytes must not be aborted again.
+        for connection in self._connections:
+            connection.writer.transport.abort()
         await asyncio.gather(*self._handlers)
 
 
