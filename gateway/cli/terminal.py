@@ -65,6 +65,8 @@ def fetch_model(spec: str) -> Path:
         ModelError: It cannot be had; the message says what to do.
     """
     from engine.models.catalog import ensure_model
+    from engine.native.build import BackgroundBuild
 
+    BackgroundBuild()  # while a model is on its way, so that the first engine finds its kernels ready
     with model_progress() as report:
         return ensure_model(spec, report)
