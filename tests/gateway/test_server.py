@@ -82,7 +82,7 @@ async def _until_refused(host: str, port: int) -> None:
     while time.monotonic() < deadline:
         try:
             _, writer = await asyncio.open_connection(host, port)
-        except ConnectionRefusedError:
+        except ConnectionError:  # refused, or reset: taken by the kernel just before the listener closed
             return
         writer.close()
         await asyncio.sleep(0.01)
