@@ -35,6 +35,7 @@ __all__ = [
     "StepTiming",
     "Submit",
     "ToEngine",
+    "TokenLogprobs",
     "decode_from_engine",
     "decode_to_engine",
     "frame",
@@ -52,6 +53,19 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     ``max_tokens`` is already clamped to what the model and the pool can hold. ``temperature`` 0 is greedy.
     ``seed`` fixes the random draws whatever else is in the batch; None draws a fresh one.
     ``stop`` strings end the text before their first character.
+
+    Penalties change the logits before anything else, with the meaning vLLM documents: ``presence_penalty`` and
+    ``frequency_penalty`` look at the generated tokens, ``repetition_penalty`` (a factor above 0) at those of the
+    prompt too. ``logit_bias`` pairs (token id, addend) come after them.
+
+    ``logprobs`` k asks for the log-probability of each generated token and of the k most likely ones in its place
+    (0: of the token alone), ``prompt_logprobs`` for the same of the prompt. They are of the model's own distribution,
+    before temperature, penalties and bias. A request that asks for those of its prompt does not read the cache.
+
+    ``beam_width`` 1 and up searches for the most likely continuations instead of drawing one: ``Submit.n`` of the
+    beams (at most as many as there are) come out, best first, each as a whole when all have ended; ``length_penalty``
+    is the exponent of the length by which a beam's log-probability is divided, ``early_stopping`` ends the search
+    with the ``beam_width``-th complete beam.
     """
 
     max_tokens: int
@@ -64,6 +78,15 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
 
 # --- gateway to engine -------------------------------------------------------------------------------
@@ -156,6 +179,19 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     method: str = ""
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """How likely a token was where it stands, and what else was: natural logarithms, float32.
+
+    ``rank`` is its place among all tokens there, 1 for the most likely. ``top`` are (token id, log-probability), the
+    most likely first, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What one step produced for one choice of a request.
 
@@ -168,6 +204,9 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
     ``index`` is the choice, 0 to ``Submit.n`` - 1. A request has ended when each of its choices has a finish reason, or
     with an ``error``, which ends all of them.
+
+    ``logprobs`` has one entry for each of ``token_ids`` when they were asked for. ``prompt_logprobs`` comes with the
+    first output: one entry for each token of the prompt but the first, before which there is nothing.
     """
 
     id: int
@@ -179,6 +218,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     queue_s: float | None = None
     error: tuple[str, str] | None = None
     index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
