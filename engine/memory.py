@@ -9,10 +9,10 @@ from typing import Final
 
 from engine.errors import WorkerError
 
-__all__ = ["MAX_AUTO_BLOCKS", "MEMORY_SHARE", "MIN_POOL_TOKENS", "available_bytes", "pool_blocks"]
+__all__ = ["GPU_MEMORY_SHARE", "MAX_AUTO_BLOCKS", "MEMORY_SHARE", "MIN_POOL_TOKENS", "available_bytes", "pool_blocks"]
 
 MAX_AUTO_BLOCKS: Final = 4096
-"""A pool sized by itself has no more blocks."""
+"""A pool in main memory that is sized by itself has no more blocks."""
 
 MIN_POOL_TOKENS: Final = 512
 """A pool sized by itself holds at least one request of this many tokens, or the engine does not start."""
@@ -20,14 +20,23 @@ MIN_POOL_TOKENS: Final = 512
 MEMORY_SHARE: Final = 0.4
 """A pool sized by itself takes this much of the free memory; the rest is for activations, the gateway and all else."""
 
+GPU_MEMORY_SHARE: Final = 0.85
+"""The same on a GPU, which serves nothing else; the rest is for activations."""
+
 
 def pool_blocks(
-    requested: int, *, available: int, bytes_per_block: int, block_size: int, share: float = MEMORY_SHARE
+    requested: int,
+    *,
+    available: int,
+    bytes_per_block: int,
+    block_size: int,
+    share: float = MEMORY_SHARE,
+    most: int = MAX_AUTO_BLOCKS,
 ) -> int:
     """The number of blocks to make: ``requested``, or by free memory when that is 0.
 
-    ``available`` is what is free after the weights are loaded, in bytes, and ``share`` the part of it that a pool
-    sized by itself may take; ``block_size`` is in tokens.
+    ``available`` is what is free after the weights are loaded, in bytes; a pool sized by itself takes at most ``share``
+    of it and ``most`` blocks. ``block_size`` is in tokens.
 
     Raises:
         WorkerError: that many, or the least useful number, does not fit.
@@ -41,7 +50,7 @@ def pool_blocks(
             )
         return requested
     least = -(-MIN_POOL_TOKENS // block_size)
-    blocks = min(MAX_AUTO_BLOCKS, int(available * share) // bytes_per_block)
+    blocks = min(most, int(available * share) // bytes_per_block)
     if blocks < least:
         raise WorkerError(
             f"too little memory: {_mib(available)} are free, and a KV pool for {MIN_POOL_TOKENS} tokens "

@@ -26,7 +26,7 @@ from engine.attention.backend import (
     StepAttention,
 )
 from engine.attention.cpp_cpu import CppCpuAttention
-from engine.attention.torch_cpu import TorchCpuAttention
+from engine.attention.selection import attention_backend
 from engine.batch import Batch, Chunk
 from engine.errors import UnsupportedModelError
 from engine.models.arithmetic import Arithmetic, KernelArithmetic, TorchArithmetic
@@ -62,8 +62,6 @@ class ModelRunner:
     served wrongly.
     """
 
-    device = "cpu"
-
     def __init__(
         self,
         folder: Path,
@@ -75,6 +73,7 @@ class ModelRunner:
         kv_dtype: str = "auto",
         backend: AttentionBackend | None = None,
         kernels: Callable[[], Kernels | None] | None = None,
+        device: str = "cpu",
     ) -> None:
         """Load the model of a Hugging Face folder.
 
@@ -87,23 +86,34 @@ class ModelRunner:
             kv_dtype: of the pool: ``auto`` (the model's), ``float32``, ``bfloat16`` or ``int8``.
             backend: how attention is computed; by default the fastest that passes the proof.
             kernels: asked for the C++ kernels once the weights are loaded; without them PyTorch computes everything.
+            device: ``cpu``, ``cuda`` or ``cuda:N`` (under ROCm too); the C++ kernels are for the first only.
 
         Raises:
+            WorkerError: the device cannot be used.
             ModelError: the folder cannot be loaded.
             UnsupportedModelError: the model cannot be served exactly.
         """
         if threads:
             torch.set_num_threads(threads)
+        self.device = device
+        default = attention_backend(device)
         self.info = read_model_info(folder)
-        torch_dtype = resolve_dtype(dtype)
+        torch_dtype = resolve_dtype(dtype, device)
         self.dtype = str(torch_dtype).removeprefix("torch.")
         self.fingerprint = weights_fingerprint(folder)
-        model = load_model(self.info, torch_dtype)
+        model = load_model(self.info, torch_dtype, device)
         keep_freed_memory()
-        pool_dtype = resolve_kv_dtype(kv_dtype, torch_dtype)
+        pool_dtype = resolve_kv_dtype(kv_dtype, torch_dtype, device)
         self.kv_dtype = str(pool_dtype).removeprefix("torch.")
-        self._pool = KvPool(self.info.layers, num_blocks, block_size, pool_dtype)
-        self.method, self._compute, self._backend = self._prove(model, kernels() if kernels else None, backend)
+        self._pool = KvPool(self.info.layers, num_blocks, block_size, pool_dtype, device)
+        backends = [backend or default]
+        arithmetics: list[Arithmetic] = [TorchArithmetic()] if device == "cpu" else []
+        if device == "cpu" and kernels and (built := kernels()):
+            if backend is None:
+                backends.insert(0, CppCpuAttention(built))
+            if self.dtype == "float32":
+                arithmetics.insert(0, KernelArithmetic(built))
+        self.method, self._compute, self._backend = self._prove(model, arithmetics, backends)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[int | None]:
@@ -136,14 +146,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _prove(
-        self, model: PreTrainedModel, kernels: Kernels | None, backend: AttentionBackend | None
+        self, model: PreTrainedModel, arithmetics: Sequence[Arithmetic], backends: Sequence[AttentionBackend]
     ) -> tuple[str, Forward, AttentionBackend]:
         """Compute a short text with the model's own attention and with ours; the first way that agrees is taken."""
         token_ids = self._any_tokens(min(_PROOF_TOKENS, self.info.max_positions))
         try:
-            expected = model(input_ids=torch.tensor([token_ids]), use_cache=False, logits_to_keep=1).logits[0, -1]
+            ids = torch.tensor([token_ids], device=self.device)
+            expected = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
             model.set_attn_implementation(ATTENTION_NAME)
-            for method, forward, attention in self._ways(model, kernels, backend):
+            for method, forward, attention in self._ways(model, arithmetics, backends):
                 reason = self._disagreement(token_ids, expected.float(), forward, attention)
                 if reason is None:
                     return method, forward, attention
@@ -153,16 +164,10 @@ class ModelRunner:
         raise UnsupportedModelError(f"{self.info.architecture} cannot be served exactly: {reason}.")
 
     def _ways(
-        self, model: PreTrainedModel, kernels: Kernels | None, backend: AttentionBackend | None
+        self, model: PreTrainedModel, arithmetics: Sequence[Arithmetic], backends: Sequence[AttentionBackend]
     ) -> Iterator[tuple[str, Forward, AttentionBackend]]:
         """The ways to compute this model, the fastest first."""
-        backends: list[AttentionBackend] = [backend] if backend else [TorchCpuAttention()]
-        if kernels and not backend:
-            backends.insert(0, CppCpuAttention(kernels))
-        arithmetics: list[Arithmetic] = [TorchArithmetic()]
-        if kernels and self.dtype == "float32":
-            arithmetics.insert(0, KernelArithmetic(kernels))
-        weights = lean_weights(model, self.info.windows)
+        weights = lean_weights(model, self.info.windows) if arithmetics else None
         for attention in backends:
             if weights is not None:
                 for arithmetic in arithmetics:
@@ -176,7 +181,7 @@ class ModelRunner:
         """What is wrong with this way to compute, in a pool of its own; None when nothing is."""
         count, size = len(token_ids), self._pool.block_size
         table = list(range(-(-count // size)))
-        pool = KvPool(self.info.layers, len(table), size, resolve_dtype(self.dtype))
+        pool = KvPool(self.info.layers, len(table), size, resolve_dtype(self.dtype), self.device)
         recorder = _RecordingBackend(backend, self.info.layers)
         errors = []
         # Once watched, and once as it will be served: a forward may do more at a time when it knows its attention.
@@ -272,10 +277,11 @@ def _forward(chunks: Sequence[Chunk], compute: Forward, backend: AttentionBacken
             positions += range(chunk.start, chunk.start + length)
         if chunk.sample:
             rows.append(len(token_ids) - 1)
+    device = pool.keys[0].device
     return compute(
-        torch.tensor(token_ids),
-        torch.tensor(positions),
-        torch.tensor(rows, dtype=torch.long),
+        torch.tensor(token_ids, device=device),
+        torch.tensor(positions, device=device),
+        torch.tensor(rows, dtype=torch.long, device=device),
         backend.begin(pool, slices),
     )
 

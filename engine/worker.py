@@ -23,7 +23,7 @@ from cache_policy.policy import POLICY_NAMES
 from engine.core import EngineCore
 from engine.detokenize import IncrementalDetokenizer
 from engine.errors import EngineError, KernelError
-from engine.memory import MEMORY_SHARE, available_bytes, pool_blocks
+from engine.memory import GPU_MEMORY_SHARE, MAX_AUTO_BLOCKS, MEMORY_SHARE, available_bytes, pool_blocks
 from engine.models.catalog import check_model_folder, weight_files
 from engine.native.build import BackgroundBuild
 from engine.parent import die_with_parent
@@ -71,21 +71,25 @@ async def serve(server: EngineServer) -> None:
 def _load(options: argparse.Namespace) -> EngineCore:
     """The engine with its weights in memory, warmed up and timed."""
     check_model_folder(options.model)
-    building = BackgroundBuild() if options.kernels == "auto" else None
+    on_cpu = options.device == "cpu"
+    building = BackgroundBuild() if options.kernels == "auto" and on_cpu else None
     # Imported late: what is wrong before here is said without waiting for torch.
+    from engine.attention.selection import attention_backend, free_device_bytes
     from engine.models.loading import kv_bytes_per_block, read_model_info, resolve_dtype, resolve_kv_dtype
     from engine.runner import ModelRunner
 
+    attention_backend(options.device)  # or the error says what there is instead
     model = read_model_info(options.model)
-    pool_dtype = resolve_kv_dtype(options.kv_dtype, resolve_dtype(options.dtype))
+    pool_dtype = resolve_kv_dtype(options.kv_dtype, resolve_dtype(options.dtype, options.device), options.device)
     bytes_per_block = kv_bytes_per_block(model, pool_dtype, options.block_size)
     weights = sum(path.stat().st_size for path in weight_files(options.model))
     num_blocks = pool_blocks(
         options.kv_blocks,
-        available=max(0, available_bytes() - weights),
+        available=max(0, (available_bytes() if on_cpu else free_device_bytes(options.device)) - weights),
         bytes_per_block=bytes_per_block,
         block_size=options.block_size,
-        share=options.memory_share,
+        share=options.memory_share or (MEMORY_SHARE if on_cpu else GPU_MEMORY_SHARE),
+        most=MAX_AUTO_BLOCKS if on_cpu else sys.maxsize,
     )
     runner = ModelRunner(
         options.model,
@@ -95,6 +99,7 @@ def _load(options: argparse.Namespace) -> EngineCore:
         threads=options.threads,
         kv_dtype=options.kv_dtype,
         kernels=partial(_kernels, building) if building else None,
+        device=options.device,
     )
     info = EngineInfo(
         model=options.served_name,
@@ -160,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--socket", type=Path, required=True, help="path of the socket; only this user will be able to connect")
     add("--model", type=Path, required=True, help="Hugging Face folder with weights and tokenizer")
     add("--served-name", required=True, help="the model's name for clients")
+    add("--device", default="cpu", help="cpu, or cuda or cuda:N for a GPU (default: cpu)")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of weights and KV (default: auto)")
     add(
         "--kv-dtype",
@@ -172,8 +178,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--memory-share",
         type=_fraction,
-        default=MEMORY_SHARE,
-        help=f"part of the free memory that a pool sized by itself takes (default: {MEMORY_SHARE})",
+        help="part of the free memory that a pool sized by itself takes "
+        f"(default: {MEMORY_SHARE}, on a GPU {GPU_MEMORY_SHARE})",
     )
     add("--block-size", type=_count(1), default=16, help="tokens per block (default: 16)")
     add("--policy", choices=POLICY_NAMES, default=POLICY_NAMES[0], help="who leaves the cache first (default: lru)")

@@ -46,14 +46,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``model`` is a name of ``headstart model list``, a Hugging Face folder or a GGUF file. ``served_name`` is
     the name clients use (default: the model's name). ``kv_blocks`` 0 sizes the pool from free memory.
-    ``kv_dtype`` auto keeps it in
-    ``dtype``. ``threads`` 0 shares the cores among the engines. ``max_batch_tokens`` is the token budget of a step
+    ``device`` is ``cpu``, or ``cuda`` or ``cuda:N`` for a GPU. ``kv_dtype`` auto keeps the cache in ``dtype``.
+    ``threads`` 0 shares the cores among the engines. ``max_batch_tokens`` is the token budget of a step
     (prefill chunks and decodes together).
     """
 
     model: str = "smollm2-135m-instruct"
     served_name: str | None = None
     engines: Annotated[int, Meta(ge=0, le=64)] = 1
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16

@@ -94,15 +94,18 @@ def kv_bytes_per_block(info: ModelInfo, dtype: torch.dtype, block_size: int) -> 
     return (elements * dtype.itemsize + scales * torch.float32.itemsize) * block_size
 
 
-def resolve_dtype(name: str) -> torch.dtype:
-    """The dtype for ``auto``, ``float32`` or ``bfloat16``; ``auto`` is bfloat16 where the CPU multiplies it itself.
+def resolve_dtype(name: str, device: str = "cpu") -> torch.dtype:
+    """The dtype for ``auto``, ``float32`` or ``bfloat16``; ``auto`` is bfloat16 where the device multiplies it itself.
 
     Raises:
         ModelError: any other name.
     """
     if name == "auto":
-        capabilities = torch.cpu.get_capabilities()
-        fast = any(capabilities.get(flag) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+        if torch.device(device).type == "cuda":
+            fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            capabilities = torch.cpu.get_capabilities()
+            fast = any(capabilities.get(flag) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
         return torch.bfloat16 if fast else torch.float32
     try:
         return _DTYPES[name]
@@ -110,22 +113,23 @@ def resolve_dtype(name: str) -> torch.dtype:
         raise ModelError(f"unknown dtype {name!r}: use auto, {', '.join(_DTYPES)}") from None
 
 
-def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: str = "cpu") -> torch.dtype:
     """The dtype of the KV pool for ``auto`` (the model's ``dtype``), ``float32``, ``bfloat16`` or ``int8``.
 
     Raises:
-        ModelError: any other name.
+        ModelError: any other name, or one whose cache the kernels of the device do not read.
     """
     if name == "auto":
         return dtype
-    try:
-        return _KV_DTYPES[name]
-    except KeyError:
-        raise ModelError(f"unknown KV dtype {name!r}: use auto, {', '.join(_KV_DTYPES)}") from None
+    if name not in _KV_DTYPES:
+        raise ModelError(f"unknown KV dtype {name!r}: use auto, {', '.join(_KV_DTYPES)}")
+    if _KV_DTYPES[name] == torch.int8 and torch.device(device).type != "cpu":
+        raise ModelError(f"KV dtype int8 is for the CPU: on {device} use auto, float32 or bfloat16")
+    return _KV_DTYPES[name]
 
 
-def load_model(info: ModelInfo, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with transformers' own attention, ready for inference.
+def load_model(info: ModelInfo, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """The model with transformers' own attention on its device, ready for inference.
 
     Raises:
         ModelError: the weights do not belong to the configuration, or cannot be read.
@@ -136,6 +140,7 @@ def load_model(info: ModelInfo, dtype: torch.dtype) -> PreTrainedModel:
             model, loading = AutoModelForCausalLM.from_pretrained(
                 info.folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
             )
+            model.to(device)
     except (ValueError, KeyError, OSError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"the model in {info.folder} cannot be loaded: {_first_line(error)}") from error
     if absent := sorted(loading["missing_keys"]):  # transformers would make them up

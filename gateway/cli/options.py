@@ -15,7 +15,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def engine_options(*, kv_blocks: int = 0) -> Callable[[_Command], _Command]:
-    """Add ``--model``, ``--dtype``, ``--kv-dtype``, ``--kv-blocks``, ``--block-size`` and ``--policy``.
+    """Add ``--model``, ``--device``, ``--dtype``, ``--kv-dtype``, ``--kv-blocks``, ``--block-size`` and ``--policy``.
 
     ``kv_blocks`` is the default that the help text names.
     """
@@ -25,6 +25,11 @@ def engine_options(*, kv_blocks: int = 0) -> Callable[[_Command], _Command]:
             metavar="MODEL",
             help="A name of `headstart model list`, a Hugging Face folder, a GGUF file or a hub id.  "
             "[default: smollm2-135m-instruct]",
+        ),
+        click.option(
+            "--device",
+            metavar="DEVICE",
+            help="cpu, or cuda (cuda:N for one of several) for a GPU by our Triton kernels.  [default: cpu]",
         ),
         click.option(
             "--dtype",

@@ -63,6 +63,7 @@ def serve(config: Path | None, **options: str | int | None) -> None:
 
 _SETTING = {
     "model": "engine.model",
+    "device": "engine.device",
     "dtype": "engine.dtype",
     "kv_dtype": "engine.kv_dtype",
     "kv_blocks": "engine.kv_blocks",

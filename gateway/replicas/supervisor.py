@@ -19,7 +19,7 @@ from typing import Final
 import structlog
 
 from engine.launch import module_command, module_environment
-from engine.memory import MEMORY_SHARE
+from engine.memory import GPU_MEMORY_SHARE, MEMORY_SHARE
 from gateway.config import EngineConfig
 from gateway.errors import ConfigError
 from gateway.socket_folder import NoSocketFolder, make_socket_folder
@@ -50,13 +50,15 @@ def require_engine_packages() -> None:
 def engine_command(config: EngineConfig, folder: Path, served_name: str) -> list[str]:
     """The command line of one engine but for its socket. Cores and memory are shared among ``config.engines``."""
     threads = config.threads or max(1, _usable_cores() // max(1, config.engines))
+    share = MEMORY_SHARE if config.device == "cpu" else GPU_MEMORY_SHARE
     options = {
         "model": folder,
         "served-name": served_name,
+        "device": config.device,
         "dtype": config.dtype,
         "kv-dtype": config.kv_dtype,
         "kv-blocks": config.kv_blocks,
-        "memory-share": round(MEMORY_SHARE / max(1, config.engines), 4),
+        "memory-share": round(share / max(1, config.engines), 4),
         "block-size": config.block_size,
         "policy": config.policy,
         "max-batch-tokens": config.max_batch_tokens,

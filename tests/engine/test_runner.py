@@ -19,7 +19,13 @@ from engine.attention.backend import KvPool, LayerOptions, SequenceSlice
 from engine.attention.reference import ReferenceAttention
 from engine.batch import Batch, Chunk
 from engine.errors import ModelError, UnsupportedModelError
-from engine.models.loading import kv_bytes_per_block, read_model_info, resolve_dtype, weights_fingerprint
+from engine.models.loading import (
+    kv_bytes_per_block,
+    read_model_info,
+    resolve_dtype,
+    resolve_kv_dtype,
+    weights_fingerprint,
+)
 from engine.runner import ModelRunner
 from engine.wire import Sampling
 
@@ -345,4 +351,6 @@ def test_a_folder_says_what_is_wrong_with_it(tiny_model: MakeModel) -> None:
         read_model_info(folder)
     with pytest.raises(ModelError, match="unknown dtype"):
         resolve_dtype("int4")
+    with pytest.raises(ModelError, match="int8 is for the CPU"):
+        resolve_kv_dtype("int8", torch.bfloat16, "cuda:0")
     assert resolve_dtype("auto") in (torch.float32, torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -145,6 +146,16 @@ def test_a_worker_that_cannot_serve_says_why_in_one_line(
     assert "absent" in log.decode().splitlines()[-1]
     assert b"Traceback" not in log
     assert not path.exists()
+
+
+def test_a_device_that_is_not_there_is_refused_in_one_line(
+    start: Callable[..., subprocess.Popen[bytes]], tiny_llama: Path
+) -> None:
+    process = start(tiny_llama, "--device", "cuda:99")
+    _, log = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert re.search(r"finds no GPU|the last GPU of this machine", log.decode().splitlines()[-1])
+    assert b"Traceback" not in log
 
 
 @pytest.mark.parametrize(
