@@ -1,0 +1,87 @@
+"""The tables at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.table import Table
+
+from benchmarks.side_by_side.kernel import BATCHES, KernelRound, median_of
+from benchmarks.side_by_side.targets import Verdict
+
+__all__ = ["kernel_tables", "verdict_table"]
+
+
+def kernel_tables(rounds: list[KernelRound]) -> Iterable[Table]:
+    """What the machine can do, and what the engine does of it: medians of the rounds."""
+    first = rounds[0].limits
+    limits = Table(
+        "limit of the machine", "", title=f"{first.shape.weights / 1e6:.1f} M weights of {first.itemsize} bytes"
+    )
+    bandwidth = median_of(rounds, lambda each: each.limits.bandwidth)
+    read = median_of(rounds, lambda each: each.limits.read_seconds())
+    limits.add_row("reading memory", f"{bandwidth / 1e9:.1f} GB/s: {1e3 * read:.1f} ms for all weights")
+    for rows in sorted(first.rates):
+        parts = []
+        for name in first.rates[rows]:
+            rate = median_of(rounds, lambda each, rows=rows, name=name: each.limits.rates[rows][name])  # type: ignore[misc]
+            parts.append(f"{name} {rate / 1e9:.0f}")
+        limits.add_row(f"products at {rows} rows, GFLOP/s", ", ".join(parts))
+    yield limits
+
+    steps = Table("step", "measured", "limit", "share", "", title="the engine in process")
+    tokens = rounds[0].prefill_tokens
+    seconds, limit = (
+        median_of(rounds, lambda each: each.prefill_s),
+        median_of(rounds, lambda each: each.prefill_limit_s),
+    )
+    share = median_of(rounds, lambda each: each.prefill_share())
+    steps.add_row(
+        f"prefill of {tokens:,}", _ms(seconds), _ms(limit), f"{100 * share:.0f} %", f"{tokens / seconds:,.0f} tok/s"
+    )
+    for batch in BATCHES:
+        seconds = median_of(rounds, lambda each, batch=batch: each.decode_s[batch])  # type: ignore[misc]
+        limit = median_of(rounds, lambda each, batch=batch: each.decode_limit_s[batch])  # type: ignore[misc]
+        share = median_of(rounds, lambda each, batch=batch: each.decode_share(batch))  # type: ignore[misc]
+        steps.add_row(
+            f"decode of {batch}", _ms(seconds), _ms(limit), f"{100 * share:.0f} %", f"{batch / seconds:,.1f} tok/s"
+        )
+    yield steps
+
+    rest = Table("in process", "", title="first token, and what is not the model")
+    cold = median_of(rounds, lambda each: each.cold.seconds)
+    rest.add_row("TTFT cold", _ms(cold))
+    for name, pick in (("warm: another question", "warm"), ("warm: the same prompt", "repeated")):
+        ttft = median_of(rounds, lambda each, pick=pick: getattr(each, pick)[-1].seconds)  # type: ignore[misc]
+        decode = median_of(rounds, lambda each, pick=pick: getattr(each, pick)[-1].decode_seconds)  # type: ignore[misc]
+        one = getattr(rounds[0], pick)[-1]
+        rest.add_row(
+            f"TTFT {name}",
+            f"{_ms(ttft)}, {one.cached_tokens} of {one.prompt_tokens} tokens cached; a decode step there {_ms(decode)}",
+        )
+    rest.add_row(
+        "outside the model, decode steps", f"{100 * median_of(rounds, lambda each: each.overhead()):.1f} % of a step"
+    )
+    rest.add_row(
+        "outside the model, all steps", f"{100 * median_of(rounds, lambda each: each.overhead_of_all()):.1f} %"
+    )
+    yield rest
+
+
+def verdict_table(verdicts: Iterable[Verdict]) -> Table:
+    """Each target with what was measured."""
+    table = Table("target", "wanted", "measured", "lowest to highest round", "", title="targets")
+    for verdict in verdicts:
+        target = verdict.target
+        table.add_row(
+            target.name,
+            f"{'≤' if target.upper else '≥'} {target.shown(target.bound)}",
+            target.shown(verdict.measured),
+            f"{target.shown(verdict.lowest)} to {target.shown(verdict.highest)}",
+            "[green]met[/]" if verdict.met else "[red]missed[/]",
+        )
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms"
