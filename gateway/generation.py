@@ -14,17 +14,15 @@ import structlog
 from engine.wire import EngineInfo, Output, Sampling
 from gateway.config import ClassConfig
 from gateway.errors import (
-    ContextLengthError,
     GenerationError,
     HeadstartError,
-    InvalidRequestError,
     OverloadedError,
     ReplicaLost,
     ReplicaUnavailable,
     RequestTimeoutError,
 )
 from gateway.plan import Plan
-from gateway.replicas.base import GenerationRequest, Replica, ReplicaState
+from gateway.replicas.base import CountedOutput, GenerationRequest, Replica, ReplicaState
 from gateway.routing.router import Router
 from gateway.stats.record import RequestRecord
 from gateway.stats.statistics import Statistics
@@ -59,7 +57,8 @@ class Generation:
     """A running request whose first output is there. Owned by the task that handles it.
 
     Iterate to get the outputs of its ``n`` choices as they come; the counts are complete afterwards. ``cached_tokens``
-    is known from the start. ``finish_reasons`` has those of the choices that have ended, by index.
+    is known from the start where the replica's engine is ours, at the end elsewhere, and None until then and where the
+    replica does not tell. ``finish_reasons`` has those of the choices that have ended, by index.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Generation:
     ) -> None:
         self.plan: Final = plan
         self.n: Final = n
-        self.cached_tokens = first.cached_tokens or 0
+        self.cached_tokens = first.cached_tokens
         self.completion_tokens = 0
         self.finish_reasons: dict[int, str] = {}
         self.prefill_s = first.prefill_s or 0.0
@@ -91,9 +90,7 @@ class Generation:
     async def __anext__(self) -> Output:
         """The next output; the last one of each choice has its finish reason.
 
-        Raises:
-            ReplicaLost: The replica died.
-            HeadstartError: It could not finish the request.
+        Raises: as ``Replica.generate``.
         """
         if self.ended:
             raise StopAsyncIteration
@@ -105,9 +102,12 @@ class Generation:
         return output
 
     def _count(self, output: Output) -> None:
-        if output.error is not None:
-            raise _engine_error(output.error)
-        self.completion_tokens += len(output.token_ids)
+        if output.cached_tokens is not None:
+            self.cached_tokens = output.cached_tokens
+        if isinstance(output, CountedOutput):
+            self.completion_tokens = output.completion_tokens
+        else:
+            self.completion_tokens += len(output.token_ids)
         if output.finish_reason is not None:
             self.finish_reasons[output.index] = output.finish_reason
 
@@ -206,8 +206,6 @@ class Dispatcher:
             flight = attempt.enter_context(self._router.dispatch(plan))
             outputs = await attempt.enter_async_context(aclosing(replica.generate(request)))
             first = await anext(outputs)
-            if first.error is not None and not first.token_ids:
-                raise _engine_error(first.error)
             flight.prefilled()
             await stack.enter_async_context(attempt.pop_all())
         return Generation(plan, terms.n, first, outputs, time.monotonic())
@@ -245,7 +243,7 @@ class _Account:
         if generation is not None:
             prompt, cached, completion = (
                 generation.prompt_tokens,
-                generation.cached_tokens,
+                generation.cached_tokens or 0,
                 generation.completion_tokens,
             )
             ttft_s, prefill_s = generation.first_at - self._arrived, generation.prefill_s
@@ -265,14 +263,3 @@ class _Account:
                 saved_prefill_s=saved_s,
             )
         )
-
-
-def _engine_error(error: tuple[str, str]) -> HeadstartError:
-    """An engine's (code, message) as the error a client sees."""
-    code, message = error
-    sentence = f"{message[:1].upper()}{message[1:]}."
-    if code == ContextLengthError.code:
-        return ContextLengthError(sentence)
-    if code in ("invalid_token", "invalid_request"):
-        return InvalidRequestError(sentence, code=code)
-    return GenerationError(sentence, code=code)

@@ -28,17 +28,18 @@ class _PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """``usage``. ``cached_tokens`` is always an integer, 0 for a miss."""
+    """``usage``. ``cached_tokens`` is an integer, 0 for a miss; no details at all where the replica tells none."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: _PromptTokensDetails
+    prompt_tokens_details: _PromptTokensDetails | None
 
     @classmethod
-    def of(cls, *, prompt: int, cached: int, completion: int) -> Usage:
+    def of(cls, *, prompt: int, cached: int | None, completion: int) -> Usage:
         """From the three counts, in tokens."""
-        return cls(prompt, completion, prompt + completion, _PromptTokensDetails(cached))
+        details = None if cached is None else _PromptTokensDetails(cached)
+        return cls(prompt, completion, prompt + completion, details)
 
 
 class _ChatMessage(msgspec.Struct, frozen=True):

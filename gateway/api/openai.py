@@ -168,10 +168,11 @@ def _headers(generation: Generation) -> list[tuple[bytes, bytes]]:
     plan = generation.plan
     headers = [
         (b"x-headstart-replica", plan.replica_id.encode()),
-        (b"x-headstart-cached-tokens", b"%d" % generation.cached_tokens),
         (b"x-headstart-prompt-tokens", b"%d" % generation.prompt_tokens),
         (b"x-headstart-order", plan.order.encode()),
     ]
+    if generation.cached_tokens is not None:  # a remote replica tells at the end, which a stream's headers cannot await
+        headers.append((b"x-headstart-cached-tokens", b"%d" % generation.cached_tokens))
     if plan.note is not None:
         headers.append((b"x-headstart-note", _UNPRINTABLE.sub("?", plan.note).encode()))
     return headers

@@ -14,7 +14,7 @@ import msgspec
 
 from engine.wire import CacheEvent, EngineInfo, Load, Output, Sampling, StepTiming
 
-__all__ = ["GenerationRequest", "Replica", "ReplicaObserver", "ReplicaState"]
+__all__ = ["CountedOutput", "GenerationRequest", "Replica", "ReplicaObserver", "ReplicaState"]
 
 
 class ReplicaState(enum.StrEnum):
@@ -40,6 +40,16 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     n: int = 1
     priority: int = 0
     class_limit: int = 0
+
+
+class CountedOutput(Output, frozen=True):
+    """The last output of a request at a replica that counts at the end, as OpenAI's API does.
+
+    Its ``cached_tokens`` come with this output instead of with the first, or never. ``completion_tokens`` are those of
+    all choices, whose outputs need not carry token ids then.
+    """
+
+    completion_tokens: int = 0
 
 
 class ReplicaObserver(Protocol):
@@ -84,8 +94,14 @@ class Replica(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         """Stream the outputs of one request; the last one of each choice, and only that, has a ``finish_reason``.
 
-        Closing the generator early aborts the request at the replica. Raises ``ReplicaUnavailable`` when it is not
-        READY, and ``ReplicaLost`` when it dies, whose attribute ``produced`` says whether any token had come before.
+        Closing the generator early aborts the request at the replica.
+
+        Raises:
+            ReplicaUnavailable: It is not READY.
+            ReplicaLost: It died, or failed the request in a way that another replica would not; the attribute
+                ``produced`` says whether any output had come before.
+            GenerationError: It could not finish the request.
+            HeadstartError: With a status below 500: it refuses the request, which is the caller's to mend.
         """
         ...
 

@@ -114,9 +114,7 @@ class EngineReplica:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         """Stream the outputs of one request; the last one of each choice has a ``finish_reason``.
 
-        Raises:
-            ReplicaUnavailable: It is not READY.
-            ReplicaLost: The engine died meanwhile.
+        Raises: as ``Replica.generate``.
         """
         connection = self._connected()
         mailbox = self._in_flight.open(request.n)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable
 
 from engine.wire import Output
-from gateway.errors import ReplicaLost
+from gateway.errors import ContextLengthError, GenerationError, HeadstartError, InvalidRequestError, ReplicaLost
 
 __all__ = ["InFlight", "Mailbox"]
 
@@ -51,6 +51,8 @@ class Mailbox:
 
         Raises:
             ReplicaLost: The replica died before the request's end.
+            InvalidRequestError: It refuses the request.
+            GenerationError: It could not finish the request.
         """
         while not self._outputs:
             if self._lost is not None:
@@ -63,6 +65,8 @@ class Mailbox:
         index = self._outputs[0].index
         outputs = [output for output in self._outputs if output.index == index]
         self._outputs = [output for output in self._outputs if output.index != index]
+        if outputs[-1].error is not None:
+            raise _request_error(outputs[-1].error)
         output = outputs[0] if len(outputs) == 1 else _merged(outputs)
         self._produced = self._produced or bool(output.token_ids)
         return output
@@ -139,3 +143,14 @@ def _merged(outputs: list[Output]) -> Output:
         last.error,
         first.index,
     )
+
+
+def _request_error(error: tuple[str, str]) -> HeadstartError:
+    """An engine's (code, message) as the error a client sees."""
+    code, message = error
+    sentence = f"{message[:1].upper()}{message[1:]}."
+    if code == ContextLengthError.code:
+        return ContextLengthError(sentence)
+    if code in ("invalid_token", "invalid_request"):
+        return InvalidRequestError(sentence, code=code)
+    return GenerationError(sentence, code=code)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from engine.scripted import scripted_continuation
 from engine.wire import BlockStored, CacheEvent, EngineInfo, Load, Output, Sampling, StepTiming
-from gateway.errors import ReplicaError, ReplicaLost, ReplicaUnavailable
+from gateway.errors import HeadstartError, ReplicaError, ReplicaLost, ReplicaUnavailable
 from gateway.replicas.base import GenerationRequest, Replica, ReplicaState
 from gateway.replicas.engine import EngineReplica
 from gateway.replicas.scripted import ScriptedReplica, scripted_info
@@ -179,13 +179,13 @@ def test_cancelling_the_reader_aborts_at_the_replica(run: Callable[[Scenario], N
     run(scenario)
 
 
-def test_what_cannot_be_served_is_an_output_with_an_error(run: Callable[[Scenario], None]) -> None:
+def test_what_cannot_be_served_is_the_callers_error(run: Callable[[Scenario], None]) -> None:
     async def scenario(bench: Bench) -> None:
         for tokens, code in ((prompt(0, 1024), "context_length_exceeded"), ([256], "invalid_token")):
-            (output,) = await answer(bench.replica, ask(tokens))
-            assert output.finish_reason == "error"
-            assert output.error is not None
-            assert output.error[0] == code
+            with pytest.raises(HeadstartError) as caught:
+                await answer(bench.replica, ask(tokens))
+            assert (caught.value.status, caught.value.code) == (400, code)
+        assert len(ids(await answer(bench.replica, ask(prompt(0, 20))))) == 8
 
     run(scenario)
 
