@@ -6,9 +6,20 @@ from typing import Protocol
 
 import msgspec
 
-from engine.wire import Sampling
+from engine.wire import Sampling, TokenLogprobs
 
-__all__ = ["Batch", "Chunk", "Runner"]
+__all__ = ["Batch", "Chunk", "ChunkResult", "History", "Runner"]
+
+
+class History(msgspec.Struct, frozen=True, eq=False, weakref=True):
+    """All tokens of one sequence so far, of which the first ``prompt_tokens`` are its prompt.
+
+    ``tokens`` is the sequence's own list, to be read only; it grows, but what is in it never changes. Each sequence has
+    one object of its own, under which a runner may keep (weakly) what it has derived from the tokens.
+    """
+
+    tokens: list[int]
+    prompt_tokens: int
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -18,6 +29,9 @@ class Chunk(msgspec.Struct, frozen=True):
     block index to physical block and covers every position up to the end of the chunk.
     ``sample`` is True when the chunk reaches the sequence's end and its next token is wanted; the draw is fixed by
     ``seed`` and ``output_index`` (how many tokens this sequence has generated before), never by the rest of the batch.
+
+    ``scored`` are those positions of the chunk after which a prompt token follows whose log-probability is wanted.
+    ``history`` may be None only where nothing is scored and neither penalties nor a bias are asked for.
 
     A chunk without tokens computes nothing: it is one more draw from where the chunk before it has ended, for another
     choice of the same prompt.
@@ -31,6 +45,8 @@ class Chunk(msgspec.Struct, frozen=True):
     sampling: Sampling
     seed: int
     output_index: int
+    history: History | None = None
+    scored: range = range(0)
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -44,11 +60,23 @@ class Batch(msgspec.Struct, frozen=True):
     copies: list[tuple[int, int]] = []
 
 
+class ChunkResult(msgspec.Struct, frozen=True):
+    """What came of one chunk.
+
+    ``token`` is the next token where one was wanted, ``logprobs`` how likely it was (see ``Sampling.logprobs``).
+    ``prompt_logprobs`` has one entry for each position in ``Chunk.scored``: that of the prompt token after it.
+    """
+
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
 class Runner(Protocol):
     """Computes batches. Owns the weights and the KV pool; knows block numbers but not what they are shared for."""
 
-    def execute(self, batch: Batch) -> list[int | None]:
-        """Write the chunks' K and V into their blocks and return, per chunk, the sampled token or None.
+    def execute(self, batch: Batch) -> list[ChunkResult]:
+        """Write the chunks' K and V into their blocks and return one result per chunk, in order.
 
         K and V of all earlier positions of each chunk are in its blocks already. ``min_tokens`` and
         ``ignore_eos`` of the sampling are honoured here only as far as they forbid end-of-sequence tokens to be

@@ -16,14 +16,26 @@ class BlockTable:
 
     ``root`` is the first parent of its keys; None makes it private: it neither reads nor publishes. ``blocks`` are
     physical block numbers in order, empty while nothing is allocated; the K and V of the first ``computed`` tokens
-    are in them.
+    are in them. No more than its first ``hit_limit`` tokens are taken from the cache (None: as many as there are).
     """
 
-    __slots__ = ("awaited", "blocks", "computed", "contents", "keys", "published", "publishing", "root", "tokens")
+    __slots__ = (
+        "awaited",
+        "blocks",
+        "computed",
+        "contents",
+        "hit_limit",
+        "keys",
+        "published",
+        "publishing",
+        "root",
+        "tokens",
+    )
 
     def __init__(self, tokens: list[int], root: bytes | None) -> None:
         self.tokens = tokens
         self.root = root
+        self.hit_limit: int | None = None
         self.blocks: list[int] = []
         self.computed = 0
         # Keys and token bytes of the full blocks, kept over a preemption and while waiting: hashed once.
@@ -295,7 +307,10 @@ class BlockManager:
 
     def _hittable(self, table: BlockTable) -> int:
         """How many leading blocks an allocation may take from the cache: the last token is always computed."""
-        return 0 if table.root is None else (len(table.tokens) - 1) // self.block_size
+        if table.root is None:
+            return 0
+        most = len(table.tokens) - 1
+        return (most if table.hit_limit is None else min(most, table.hit_limit)) // self.block_size
 
     def _ground(self, table: BlockTable) -> None:
         """Nothing of ``table`` is in flight any more."""

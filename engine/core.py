@@ -11,12 +11,13 @@ import msgspec
 
 from cache_policy.keys import token_list
 from cache_policy.policy import UnknownPolicyError
-from engine.batch import Batch, Runner
+from engine.admission import why_refused
+from engine.batch import Batch, ChunkResult, Runner
 from engine.blocks import BlockManager
 from engine.errors import CallError, EngineError, InvariantError
 from engine.scheduler import Scheduled, Scheduler
 from engine.sequence import Detokenizer, Sequence
-from engine.wire import EngineInfo, Load, Output, StepReport, StepTiming, Submit
+from engine.wire import EngineInfo, Load, Output, StepReport, StepTiming, Submit, TokenLogprobs
 
 __all__ = ["DetokenizerFactory", "EngineCore"]
 
@@ -78,7 +79,7 @@ class EngineCore:
             tokens = token_list(request.tokens)
         except ValueError:
             tokens = []
-        refusal = self._refusal(request, tokens)
+        refusal = why_refused(request, tokens, self._info, self._max_running)
         if refusal is not None:
             self._pending.append(Output(request.id, finish_reason="error", error=refusal))
             return
@@ -92,6 +93,8 @@ class EngineCore:
         )
         sequence.priority = sequence.urgency = request.priority
         sequence.class_limit = request.class_limit
+        if request.sampling.prompt_logprobs is not None:
+            sequence.score_prompt()
         sequence.add_siblings([self._detokenizer(request.sampling.stop) for _ in range(1, request.n)])
         self._choices[request.id] = [sequence, *sequence.siblings]
         self._scheduler.add(sequence)
@@ -180,24 +183,6 @@ class EngineCore:
             "shared_in_flight": self._scheduler.shared_in_flight,
         }
 
-    def _refusal(self, request: Submit, tokens: list[int]) -> tuple[str, str] | None:
-        """Why a request can never be served, as (code, message); None when it can."""
-        if not tokens or request.sampling.max_tokens < 1:
-            return "invalid_request", "a request needs at least one prompt token and max_tokens of at least 1"
-        if not 1 <= request.n <= self._max_running:
-            return "invalid_request", f"n must lie between 1 and {self._max_running}, the most that may run at once"
-        if request.priority < 0 or request.class_limit < 0:
-            return "invalid_request", "priority and class_limit may not be negative"
-        if max(tokens) >= self._info.vocab_size:
-            return "invalid_token", f"token ids must be below the vocabulary size of {self._info.vocab_size}"
-        limit = self._info.max_model_len
-        if len(tokens) >= limit:
-            return (
-                "context_length_exceeded",
-                f"the prompt has {len(tokens)} tokens; prompt and output together may have {limit}",
-            )
-        return None
-
     def _compute(self, outputs: list[Output]) -> StepTiming | None:
         """Run one batch and append what came of it."""
         affected = [*self._scheduler.running]
@@ -211,9 +196,9 @@ class EngineCore:
             for sequence in affected:
                 if sequence.queue_s is None:
                     sequence.queue_s = started - sequence.arrived
-            sampled = self._runner.execute(Batch([part.chunk for part in scheduled], step.copies))
-            if len(sampled) != len(scheduled):
-                raise EngineError(f"the runner returned {len(sampled)} results for {len(scheduled)} chunks")
+            results = self._runner.execute(Batch([part.chunk for part in scheduled], step.copies))
+            if len(results) != len(scheduled):
+                raise EngineError(f"the runner returned {len(results)} results for {len(scheduled)} chunks")
         except Exception as error:
             self.consecutive_failures += 1
             self._fail(affected, error, outputs)
@@ -222,13 +207,13 @@ class EngineCore:
         timing = _timing(scheduled, time.perf_counter() - started)
         per_token = timing.seconds / (timing.prefill_tokens + timing.decode_tokens)
         self.consecutive_failures = 0
-        for part, token in zip(scheduled, sampled, strict=True):
+        for part, result in zip(scheduled, results, strict=True):
             if part.sequence.id not in self._choices:  # a choice before it has failed, and with it the request
                 continue
             if not part.decode:
                 part.sequence.prefill_s += per_token * len(part.chunk.tokens)
             try:
-                output = self._advance(part, token)
+                output = self._advance(part, result)
             except Exception as error:
                 self._fail([part.sequence], error, outputs)
             else:
@@ -236,18 +221,20 @@ class EngineCore:
                     outputs.append(output)
         return timing
 
-    def _advance(self, part: Scheduled, token: int | None) -> Output | None:
+    def _advance(self, part: Scheduled, result: ChunkResult) -> Output | None:
         """Take in what was computed for one sequence; an output when that completed a token."""
         sequence, chunk = part.sequence, part.chunk
         self._blocks.commit(sequence.table, chunk.start + len(chunk.tokens))
+        if chunk.scored:
+            sequence.score_prompt(result.prompt_logprobs)
         if not chunk.sample:
             return None
         self._scheduler.fork(sequence)
-        if token is None:
+        if result.token is None:
             raise EngineError("the runner sampled no token")
-        sequence.tokens.append(token)
-        text, reason = self._judge(sequence, token)
-        output = self._output(sequence, text, (token,), reason)
+        sequence.tokens.append(result.token)
+        text, reason = self._judge(sequence, result.token)
+        output = self._output(sequence, text, (result.token,), reason, logprobs=result.logprobs)
         if reason is not None:
             self._end(sequence)
         return output
@@ -276,10 +263,12 @@ class EngineCore:
         token_ids: tuple[int, ...],
         finish_reason: str | None,
         error: tuple[str, str] | None = None,
+        logprobs: TokenLogprobs | None = None,
     ) -> Output:
         """An output of a live sequence; the first one after its admission tells what its prompt has cost."""
+        told = () if logprobs is None else (logprobs,)
         if sequence.reported or sequence.cached_tokens is None:
-            return Output(sequence.id, text, token_ids, finish_reason, error=error, index=sequence.index)
+            return Output(sequence.id, text, token_ids, finish_reason, error=error, index=sequence.index, logprobs=told)
         sequence.reported = True
         self._prompt_tokens += sequence.prompt_tokens
         self._cached_tokens += sequence.cached_tokens
@@ -293,6 +282,8 @@ class EngineCore:
             sequence.queue_s,
             error,
             sequence.index,
+            told,
+            sequence.take_prompt_logprobs() if token_ids else (),
         )
 
     def _end(self, sequence: Sequence) -> None:

@@ -27,14 +27,14 @@ from engine.attention.backend import (
 )
 from engine.attention.cpp_cpu import CppCpuAttention
 from engine.attention.selection import attention_backend
-from engine.batch import Batch, Chunk
+from engine.batch import Batch, Chunk, ChunkResult
 from engine.errors import UnsupportedModelError
 from engine.models.arithmetic import Arithmetic, KernelArithmetic, TorchArithmetic
 from engine.models.lean import LeanModel
 from engine.models.lean_weights import lean_weights
 from engine.models.loading import load_model, read_model_info, resolve_dtype, resolve_kv_dtype, weights_fingerprint
 from engine.native.library import Kernels
-from engine.sampling import sample
+from engine.sampling import Sampler
 from engine.wire import Sampling, StepTiming
 
 __all__ = ["ModelRunner"]
@@ -98,6 +98,7 @@ class ModelRunner:
         self.device = device
         default = attention_backend(device)
         self.info = read_model_info(folder)
+        self._sampler = Sampler(self.info.eos_token_ids)
         torch_dtype = resolve_dtype(dtype, device)
         self.dtype = str(torch_dtype).removeprefix("torch.")
         self.fingerprint = weights_fingerprint(folder)
@@ -116,13 +117,11 @@ class ModelRunner:
         self.method, self._compute, self._backend = self._prove(model, arithmetics, backends)
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> list[int | None]:
+    def execute(self, batch: Batch) -> list[ChunkResult]:
         """See ``engine.batch.Runner``."""
         self._pool.copy(batch.copies)
         logits = _forward(batch.chunks, self._compute, self._backend, self._pool)
-        sampled = [chunk for chunk in batch.chunks if chunk.sample]
-        tokens = iter(sample(logits, sampled, self.info.eos_token_ids) if sampled else ())
-        return [next(tokens) if chunk.sample else None for chunk in batch.chunks]
+        return self._sampler.results(logits, batch.chunks)
 
     def profile(self) -> tuple[StepTiming, ...]:
         """Time a few steps, in about three seconds at most. Overwrites blocks: call it before anything is served."""
@@ -265,13 +264,15 @@ def _modules(model: PreTrainedModel) -> Forward:
 
 
 def _forward(chunks: Sequence[Chunk], compute: Forward, backend: AttentionBackend, pool: KvPool) -> torch.Tensor:
-    """Compute the chunks as one flat batch; logits ``[sampled chunks, vocabulary]``."""
+    """Compute the chunks as one flat batch; logits ``[rows, vocabulary]`` in the order of ``Sampler.results``."""
     token_ids: list[int] = []
     positions: list[int] = []
     slices: list[SequenceSlice] = []
     rows: list[int] = []
     for chunk in chunks:
         if length := len(chunk.tokens):
+            offset = len(token_ids) - chunk.start
+            rows += range(chunk.scored.start + offset, chunk.scored.stop + offset)
             slices.append(SequenceSlice(len(token_ids), length, chunk.start, chunk.block_table))
             token_ids += chunk.tokens
             positions += range(chunk.start, chunk.start + length)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 import torch
 
-from engine.batch import Chunk
+from engine.batch import Chunk, ChunkResult
 from engine.errors import EngineError
+from engine.logprobs import token_logprobs
+from engine.wire import TokenLogprobs
 
-__all__ = ["sample", "uniform"]
+__all__ = ["Sampler", "uniform"]
 
 _GREEDY_BELOW: Final = 1e-5
 """A lower temperature would only add rounding to what is the most likely token anyway."""
@@ -19,32 +22,76 @@ _GREEDY_BELOW: Final = 1e-5
 _FIRST_CANDIDATES: Final = 256
 
 
-def sample(logits: torch.Tensor, chunks: Sequence[Chunk], eos_token_ids: Sequence[int]) -> list[int]:
-    """The next token of each chunk.
+class Sampler:
+    """Turns one step's logits into what the chunks asked for."""
 
-    Temperature, then top-k, top-p and min-p, in the order and with the meaning of transformers' logits processors. The
-    draw inverts the cumulative distribution in vocabulary order, so that a rounding in the logits moves it by no
-    more than that rounding. Before ``min_tokens``, tokens that would end the request are not candidates.
+    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+        """``eos_token_ids`` are the model's own end-of-sequence tokens."""
+        self._eos_token_ids = eos_token_ids
 
-    Args:
-        logits: ``[chunks, vocabulary]``, any float dtype; overwritten where tokens are forbidden.
-        chunks: whose ``sampling``, ``seed`` and ``output_index`` decide.
-        eos_token_ids: the model's own end-of-sequence tokens.
+    def results(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[ChunkResult]:
+        """One result per chunk.
 
-    Raises:
-        EngineError: a row has no finite maximum: the model's arithmetic has failed.
-    """
-    logits = logits.float()
-    for row, chunk in enumerate(chunks):
-        if forbidden := [token for token in _forbidden(chunk, eos_token_ids) if 0 <= token < logits.shape[-1]]:
-            logits[row, forbidden] = float("-inf")
-    best, tokens = logits.max(dim=-1)
-    if not bool(best.isfinite().all()):
-        raise EngineError("the model computed logits that are not finite")
-    return [
-        int(token) if chunk.sampling.temperature < _GREEDY_BELOW else _draw(logits[row] - best[row], chunk)
-        for row, (chunk, token) in enumerate(zip(chunks, tokens.tolist(), strict=True))
-    ]
+        Args:
+            logits: ``[rows, vocabulary]``, any float dtype; may be overwritten. Each chunk has one row for each of its
+                scored positions and then, when its next token is wanted, that of its last position.
+            chunks: of one step, in the order of the rows.
+
+        Raises:
+            EngineError: a row to be drawn from has no finite maximum: the model's arithmetic has failed.
+        """
+        sampled = [chunk for chunk in chunks if chunk.sample]
+        told: Iterator[TokenLogprobs] = iter(())
+        if any(chunk.scored for chunk in chunks):
+            told, logits = _scores(logits, chunks)
+        drawn = iter(self.sample(logits, sampled) if sampled else ())
+        results = []
+        for chunk in chunks:
+            token, logprobs = next(drawn) if chunk.sample else (None, None)
+            results.append(ChunkResult(token, logprobs, tuple(islice(told, len(chunk.scored)))))
+        return results
+
+    def sample(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[tuple[int, TokenLogprobs | None]]:
+        """The next token of each chunk, and how likely it was where that is asked for.
+
+        Temperature, then top-k, top-p and min-p, in the order and with the meaning of transformers' logits processors.
+        The draw inverts the cumulative distribution in vocabulary order, so that a rounding in the logits moves it by
+        no more than that rounding. Before ``min_tokens``, tokens that would end the request are not candidates.
+        Log-probabilities are of the logits as they came.
+
+        Args:
+            logits: ``[chunks, vocabulary]``, any float dtype; may be overwritten.
+            chunks: whose ``sampling``, ``seed`` and ``output_index`` decide.
+
+        Raises:
+            EngineError: a row has no finite maximum: the model's arithmetic has failed.
+        """
+        logits = logits.float()
+        asking = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs is not None]
+        own = logits[asking] if asking else None  # a copy
+        for row, chunk in enumerate(chunks):
+            if forbidden := [token for token in self._forbidden(chunk) if 0 <= token < logits.shape[-1]]:
+                logits[row, forbidden] = float("-inf")
+        best, most_likely = logits.max(dim=-1)
+        if not bool(best.isfinite().all()):
+            raise EngineError("the model computed logits that are not finite")
+        tokens = [
+            token if chunk.sampling.temperature < _GREEDY_BELOW else _draw(logits[row] - best[row], chunk)
+            for row, (chunk, token) in enumerate(zip(chunks, most_likely.tolist(), strict=True))
+        ]
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if own is not None:
+            counts = [chunks[row].sampling.logprobs or 0 for row in asking]
+            told = token_logprobs(own, [tokens[row] for row in asking], counts)
+            for row, one in zip(asking, told, strict=True):
+                logprobs[row] = one
+        return list(zip(tokens, logprobs, strict=True))
+
+    def _forbidden(self, chunk: Chunk) -> list[int]:
+        sampling = chunk.sampling
+        if chunk.output_index >= sampling.min_tokens:
+            return []
+        return [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)]
 
 
 def uniform(seed: int, index: int) -> float:
@@ -53,11 +100,24 @@ def uniform(seed: int, index: int) -> float:
     return int.from_bytes(hashlib.blake2b(counter, digest_size=6).digest(), "little") / 2**48
 
 
-def _forbidden(chunk: Chunk, eos_token_ids: Sequence[int]) -> list[int]:
-    sampling = chunk.sampling
-    if chunk.output_index >= sampling.min_tokens:
-        return []
-    return [*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)]
+def _scores(logits: torch.Tensor, chunks: Sequence[Chunk]) -> tuple[Iterator[TokenLogprobs], torch.Tensor]:
+    """The log-probabilities of all scored prompt tokens, in order, and the rows of ``logits`` to draw from."""
+    scored: list[int] = []
+    token_ids: list[int] = []
+    counts: list[int] = []
+    drawn: list[int] = []
+    row = 0
+    for chunk in chunks:
+        if chunk.scored:
+            assert chunk.history is not None
+            scored += range(row, row + len(chunk.scored))
+            token_ids += [chunk.history.tokens[position + 1] for position in chunk.scored]
+            counts += [chunk.sampling.prompt_logprobs or 0] * len(chunk.scored)
+            row += len(chunk.scored)
+        if chunk.sample:
+            drawn.append(row)
+            row += 1
+    return iter(token_logprobs(logits[scored], token_ids, counts)), logits[drawn]
 
 
 def _draw(relative: torch.Tensor, chunk: Chunk) -> int:

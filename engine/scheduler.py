@@ -13,13 +13,16 @@ from engine.blocks import BlockManager, BlockTable
 from engine.errors import NoSpaceError
 from engine.sequence import Sequence
 
-__all__ = ["MAX_PREEMPTIONS", "MAX_WAITS", "Scheduled", "Scheduler", "Step"]
+__all__ = ["MAX_PREEMPTIONS", "MAX_SCORED", "MAX_WAITS", "Scheduled", "Scheduler", "Step"]
 
 MAX_WAITS: Final = 8
 """For so many sequences, one after the other, another one waits at most to share what they compute."""
 
 MAX_PREEMPTIONS: Final = 4
 """A request that has been preempted so often is of the highest class from then on, so that it gets to its end."""
+
+MAX_SCORED: Final = 128
+"""So many prompt tokens are scored in a step at most, as each takes logits of the whole vocabulary."""
 
 _TURN: Final = attrgetter("turn")
 _RANK: Final = attrgetter("rank")
@@ -97,7 +100,7 @@ class Scheduler:
     def fork(self, sequence: Sequence) -> None:
         """Start the siblings of a sequence whose prompt has just been computed and committed, on its blocks."""
         for sibling in sequence.siblings:
-            sibling.table = self._blocks.fork(sequence.table)
+            sibling.adopt(self._blocks.fork(sequence.table))
             sibling.cached_tokens = sequence.cached_tokens
             sibling.queue_s = sequence.queue_s
             insort(self.running, sibling, key=_TURN)
@@ -234,10 +237,14 @@ class Scheduler:
 
 
 class Step:
-    """A step in the making: its parts so far, the blocks to copy before them, and the tokens left in its budget."""
+    """A step in the making: its parts so far, the blocks to copy before them, and what is left in its budgets.
+
+    These are of tokens, and of prompt tokens that are scored.
+    """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.scores = MAX_SCORED
         self.scheduled: list[Scheduled] = []
         self.copies: list[tuple[int, int]] = []
 
@@ -246,6 +253,10 @@ class Step:
         table = sequence.table
         start = table.computed
         count = min(sequence.remaining, self.budget)
+        if scored := sequence.scored(start, start + count):
+            if len(scored) > self.scores:
+                count = scored.start + self.scores - start
+            self.scores -= min(len(scored), self.scores)
         if not count:
             return
         self.budget -= count
@@ -266,5 +277,7 @@ class Step:
             sampling=sequence.sampling,
             seed=sequence.seed,
             output_index=sequence.generated,
+            history=sequence.history,
+            scored=sequence.scored(start, end),
         )
         self.scheduled.append(Scheduled(sequence, chunk, sequence.decoding))

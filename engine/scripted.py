@@ -2,15 +2,22 @@
 
 What it "computes" for a token depends on every token before it, as read back through the block table it was given. A
 block that is wrong, stale or not computed yet therefore changes the text, as it would with a real model.
+
+After some tokens each token of the vocabulary has a made-up probability, which is what log-probabilities are told of:
+the greedy token is the most likely one, and following the ids from there (and from the last to 0) each is less likely
+than the one before by the same factor. Greedy token and factor are drawn from all that was read. Tokens drawn with a
+temperature come from anywhere in the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final
 
-from engine.batch import Batch, Chunk
+from engine.batch import Batch, Chunk, ChunkResult
+from engine.wire import TokenLogprobs
 
 __all__ = ["ScriptedRunner", "scripted_continuation"]
 
@@ -32,13 +39,13 @@ class ScriptedRunner:
         self.pool = [[_EMPTY] * block_size for _ in range(num_blocks)]
         self.computed_tokens = 0
 
-    def execute(self, batch: Batch) -> list[int | None]:
-        """Copy blocks, write every chunk's digests, then draw where a token is wanted."""
+    def execute(self, batch: Batch) -> list[ChunkResult]:
+        """Copy blocks, write every chunk's digests, then tell what each chunk wants to know."""
         for source, target in batch.copies:
             self.pool[target] = [*self.pool[source]]
         for chunk in batch.chunks:
             self._write(chunk)
-        return [self._draw(chunk) if chunk.sample else None for chunk in batch.chunks]
+        return [self._result(chunk) for chunk in batch.chunks]
 
     def _write(self, chunk: Chunk) -> None:
         for position, token in enumerate(chunk.tokens, chunk.start):
@@ -51,11 +58,26 @@ class ScriptedRunner:
         block, slot = divmod(position, self.block_size)
         return self.pool[block_table[block]][slot]
 
-    def _draw(self, chunk: Chunk) -> int:
+    def _result(self, chunk: Chunk) -> ChunkResult:
+        if not chunk.sample:
+            return ChunkResult(prompt_logprobs=tuple(self._score(chunk)))
         digests = [self._read(chunk.block_table, i) for i in range(chunk.start + len(chunk.tokens))]
-        forbidden = self.eos if chunk.output_index < chunk.sampling.min_tokens else frozenset[int]()
-        draw = f"{chunk.seed}/{chunk.output_index}".encode() if chunk.sampling.temperature else b""
-        return _next_token(digests, draw, self.vocab_size, forbidden)
+        sampling = chunk.sampling
+        forbidden = self.eos if chunk.output_index < sampling.min_tokens else frozenset[int]()
+        draw = f"{chunk.seed}/{chunk.output_index}".encode() if sampling.temperature else b""
+        token = _next_token(digests, draw, self.vocab_size, forbidden)
+        logprobs = None
+        if sampling.logprobs is not None:
+            logprobs = _Distribution(_state(digests), self.vocab_size).tell(token, sampling.logprobs)
+        return ChunkResult(token, logprobs, tuple(self._score(chunk)))
+
+    def _score(self, chunk: Chunk) -> Iterator[TokenLogprobs]:
+        """The log-probabilities of the prompt tokens that follow the scored positions."""
+        for position in chunk.scored:
+            assert chunk.history is not None
+            digests = [self._read(chunk.block_table, i) for i in range(position + 1)]
+            token = chunk.history.tokens[position + 1]
+            yield _Distribution(_state(digests), self.vocab_size).tell(token, chunk.sampling.prompt_logprobs or 0)
 
 
 def scripted_continuation(prompt: Sequence[int], count: int, *, vocab_size: int) -> list[int]:
@@ -74,8 +96,32 @@ def _digest(before: bytes, token: int) -> bytes:
     return blake2b(before + token.to_bytes(4, "little"), digest_size=8).digest()
 
 
+def _state(digests: list[bytes], draw: bytes = b"") -> int:
+    return int.from_bytes(_digest(b"".join(digests) + draw, len(digests)), "little")
+
+
 def _next_token(digests: list[bytes], draw: bytes, vocab_size: int, forbidden: frozenset[int]) -> int:
-    token = int.from_bytes(_digest(b"".join(digests) + draw, len(digests)), "little") % vocab_size
+    token = _state(digests, draw) % vocab_size
     while token in forbidden:
         token = (token + 1) % vocab_size
     return token
+
+
+class _Distribution:
+    """The made-up probabilities of the next token (see the module)."""
+
+    def __init__(self, state: int, vocab_size: int) -> None:
+        self._first = state % vocab_size
+        self._factor = 0.5 + (state >> 48) / 2**17  # below 1
+        self._scale = math.log1p(-self._factor) - math.log1p(-(self._factor**vocab_size))
+        self._vocab_size = vocab_size
+
+    def tell(self, token: int, count: int) -> TokenLogprobs:
+        """The place of one token, and the ``count`` most likely ones."""
+        rank = (token - self._first) % self._vocab_size
+        top = tuple(((self._first + i) % self._vocab_size, self._logprob(i)) for i in range(count))
+        return TokenLogprobs(token, self._logprob(rank), rank + 1, top)
+
+    def _logprob(self, rank: int) -> float:
+        """Of the token that ``rank`` others are more likely than."""
+        return self._scale + rank * math.log(self._factor)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Iterable
 from typing import Final, Protocol
 
+from engine.batch import History
 from engine.blocks import BlockTable
-from engine.wire import Sampling
+from engine.wire import Sampling, TokenLogprobs
 
 __all__ = ["AGEING_S", "Detokenizer", "Sequence", "choice_seed"]
+
+_NOTHING: Final = range(0)
 
 AGEING_S: Final = 30.0
 """For each step of its priority a request gives way to those that arrive so much later, and to no others."""
@@ -35,7 +39,8 @@ class Sequence:
     first admission; later re-admissions after a preemption never count as hits. Times are in seconds.
 
     The first choice computes the prompt. ``siblings`` are the others until then: they have no blocks, are in no queue
-    and start as forks of it.
+    and start as forks of it. ``prompt_logprobs`` are those of the prompt's tokens from the second on, as far as they
+    are computed; None where they are not wanted.
     """
 
     __slots__ = (
@@ -45,6 +50,7 @@ class Sequence:
         "class_limit",
         "detokenizer",
         "foreseen",
+        "history",
         "id",
         "index",
         "number",
@@ -52,6 +58,7 @@ class Sequence:
         "preemptions",
         "prefill_s",
         "priority",
+        "prompt_logprobs",
         "prompt_tokens",
         "queue_s",
         "reported",
@@ -74,9 +81,10 @@ class Sequence:
     ) -> None:
         """``tokens`` is the prompt, ``root`` None keeps it out of the cache, ``arrived`` is on the engine's clock."""
         self.id = id
-        self.table = BlockTable(tokens, root)
         self.prompt_tokens = len(tokens)
+        self.adopt(BlockTable(tokens, root))
         self.sampling = sampling
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self.seed = seed & 0xFFFF_FFFF_FFFF_FFFF
         self.detokenizer = detokenizer
@@ -97,6 +105,34 @@ class Sequence:
         self.awaited: BlockTable | None = None  # the last one it waited for
         self.waits = 0  # how many it has waited for
         self.foreseen = 0  # tokens it would have found computed without waiting
+
+    def adopt(self, table: BlockTable) -> None:
+        """Go on with ``table``, whose tokens are its own from now on."""
+        self.table = table
+        self.history = History(table.tokens, self.prompt_tokens)
+
+    def score_prompt(self, logprobs: Iterable[TokenLogprobs] = ()) -> None:
+        """Want the log-probabilities of the prompt's tokens, of which the next ones are known now.
+
+        Of blocks that were hit nothing would be known, so no more than what precedes is taken from the cache.
+        """
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = []
+        self.prompt_logprobs += logprobs
+        self.table.hit_limit = len(self.prompt_logprobs)
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Those of the whole prompt, if they were wanted; they are no more."""
+        taken = tuple(self.prompt_logprobs or ())
+        self.prompt_logprobs = self.table.hit_limit = None
+        return taken
+
+    def scored(self, start: int, end: int) -> range:
+        """The positions among those from ``start`` to ``end`` after which a prompt token has to be scored."""
+        if self.prompt_logprobs is None:
+            return _NOTHING
+        first = max(start, len(self.prompt_logprobs))
+        return range(first, max(first, min(end, self.prompt_tokens - 1)))
 
     def add_siblings(self, detokenizers: list[Detokenizer]) -> None:
         """Make it the first of several choices, one more for each detokenizer, each with a seed of its own."""

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, and an engine around a real model without process or socket."""
+"""Tiny models with random weights, and engines around real and scripted models without process or socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from cache_policy.keys import token_bytes
 from engine.core import EngineCore
-from engine.wire import EngineInfo, Load, Sampling, Submit
+from engine.scripted import ScriptedRunner
+from engine.wire import EngineInfo, Load, Output, Sampling, StepReport, Submit
 
 if TYPE_CHECKING:
     from engine.native.library import Kernels
@@ -116,6 +117,102 @@ class ModelEngine:
     def forget(self) -> None:
         """Make the cache cold."""
         self.core.call("reset_cache", {})
+
+
+class ScriptedEngine:
+    """An engine on a scripted runner; its invariants are checked after every step.
+
+    ``outputs`` are those of each choice, by request and index.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        max_batch_tokens: int = 256,
+        max_running: int = 32,
+        vocab_size: int = 1000,
+        eos: tuple[int, ...] = (),
+    ) -> None:
+        self.info = EngineInfo(
+            model="scripted",
+            root="",
+            fingerprint="f",
+            boot_id="b",
+            max_model_len=num_blocks * block_size,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype="none",
+            device="none",
+            vocab_size=vocab_size,
+            eos_token_ids=eos,
+            policy="lru",
+            max_batch_tokens=max_batch_tokens,
+        )
+        self.runner = ScriptedRunner(num_blocks, block_size, vocab_size=vocab_size, eos=eos)
+        self.core = EngineCore(self.runner, self.info, detokenizer=lambda _stop: NoText(), max_running=max_running)
+        self.outputs: dict[tuple[int, int], list[Output]] = {}
+        self._next_id = 0
+
+    def submit(self, prompt: Sequence[int], *, n: int = 1, use_cache: bool = True, **sampling: Any) -> int:
+        """Queue a request, by default greedy for 4 tokens; return its id."""
+        id = self._next_id
+        self._next_id += 1
+        self.outputs |= {(id, index): [] for index in range(n)}
+        chosen = Sampling(**{"max_tokens": 4, "temperature": 0.0, **sampling})
+        self.core.submit(Submit(id, token_bytes(list(prompt)), ROOT, chosen, use_cache, n))
+        return id
+
+    def step(self) -> StepReport:
+        report = self.core.step()
+        assert report is not None
+        for output in report.outputs:
+            told = self.outputs[output.id, output.index]
+            assert not told or told[-1].finish_reason is None, "an output after the last one"
+            told.append(output)
+        self.core.call("check", {})
+        return report
+
+    def run(self) -> None:
+        """Step until nothing is left to do; then nothing must be held either."""
+        for _ in range(5000):
+            if not self.core.has_work():
+                break
+            self.step()
+        load = self.core.load()
+        assert (load.running, load.waiting, load.used_blocks, load.queued_tokens) == (0, 0, 0, 0)
+
+    def whole(self, id: int, index: int = 0) -> Output:
+        """All outputs of one choice as one."""
+        parts = self.outputs[id, index]
+        assert parts[-1].finish_reason is not None
+        return Output(
+            id,
+            "".join(part.text for part in parts),
+            tuple(token for part in parts for token in part.token_ids),
+            parts[-1].finish_reason,
+            parts[0].cached_tokens,
+            error=parts[-1].error,
+            index=index,
+            logprobs=tuple(entry for part in parts for entry in part.logprobs),
+            prompt_logprobs=parts[0].prompt_logprobs,
+        )
+
+    def ask(self, prompt: Sequence[int], **options: Any) -> Output:
+        """Submit a request, run until nothing is left to do, and return the whole of its first choice."""
+        id = self.submit(prompt, **options)
+        self.run()
+        return self.whole(id)
+
+    def stats(self) -> dict[str, Any]:
+        return self.core.call("stats", {})
+
+
+@pytest.fixture
+def scripted_engine() -> type[ScriptedEngine]:
+    """Makes engines over scripted runners."""
+    return ScriptedEngine
 
 
 @pytest.fixture

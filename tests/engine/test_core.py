@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cache_policy.keys import token_bytes
-from engine.batch import Batch
+from engine.batch import Batch, ChunkResult
 from engine.blocks import BlockManager, BlockTable
 from engine.core import EngineCore
 from engine.errors import CallError
@@ -44,7 +44,7 @@ class Failing(ScriptedRunner):
     fail: Sequence[int] = ()
     step = 0
 
-    def execute(self, batch: Batch) -> list[int | None]:
+    def execute(self, batch: Batch) -> list[ChunkResult]:
         self.step += 1
         if self.step in self.fail:
             for chunk in batch.chunks:  # leave garbage where the KV should be

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from engine.attention.backend import KvPool, LayerOptions, SequenceSlice
 from engine.attention.reference import ReferenceAttention
-from engine.batch import Batch, Chunk
+from engine.batch import Batch, Chunk, ChunkResult
 from engine.errors import ModelError, UnsupportedModelError
 from engine.models.loading import (
     kv_bytes_per_block,
@@ -287,23 +287,23 @@ def test_only_chunks_that_ask_for_a_token_get_one(tiny_model: MakeModel) -> None
     greedy = Sampling(4, temperature=0.0)
     first = Chunk(1, [5, 6, 7], 0, [3, 4], False, greedy, 0, 0)
     second = Chunk(2, [8, 9], 0, [7], True, greedy, 0, 0)
-    tokens = runner.execute(Batch([first, second]))
-    assert tokens[0] is None
-    assert tokens[1] in range(VOCABULARY)
-    assert runner.execute(Batch([first])) == [None]
-    assert runner.execute(Batch([second])) == tokens[1:]
+    results = runner.execute(Batch([first, second]))
+    assert results[0] == ChunkResult()
+    assert results[1].token in range(VOCABULARY)
+    assert runner.execute(Batch([first])) == [ChunkResult()]
+    assert runner.execute(Batch([second])) == results[1:]
 
 
 def test_end_of_sequence_waits_for_min_tokens(tiny_model: MakeModel) -> None:
     model, folder = tiny_model(llama())
     chunk = Chunk(1, [5, 6, 7], 0, [3], True, Sampling(4, temperature=0.0, min_tokens=1), 0, 0)
     free = ModelRunner(folder, dtype="float32", num_blocks=16, block_size=4)
-    (ending,) = free.execute(Batch([chunk]))
+    (ending,) = [result.token for result in free.execute(Batch([chunk]))]
     model.generation_config.eos_token_id = [2, ending]
     model.generation_config.save_pretrained(folder)
     held = ModelRunner(folder, dtype="float32", num_blocks=16, block_size=4)
     assert held.info.eos_token_ids == (2, ending)
-    assert held.execute(Batch([chunk])) != [ending]
+    assert held.execute(Batch([chunk]))[0].token != ending
 
 
 def test_a_block_takes_the_bytes_that_were_announced(tiny_model: MakeModel) -> None:

@@ -14,7 +14,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from engine.batch import Chunk
 from engine.errors import EngineError
-from engine.sampling import sample, uniform
+from engine.sampling import Sampler, uniform
 from engine.wire import Sampling
 
 EOS = (2,)
@@ -25,7 +25,7 @@ def chunk(sampling: Sampling, *, seed: int = 0, output_index: int = 0) -> Chunk:
 
 
 def draw(row: torch.Tensor, sampling: Sampling, *, seed: int = 0, output_index: int = 0) -> int:
-    return sample(row.clone()[None], [chunk(sampling, seed=seed, output_index=output_index)], EOS)[0]
+    return Sampler(EOS).sample(row.clone()[None], [chunk(sampling, seed=seed, output_index=output_index)])[0][0]
 
 
 def probabilities(row: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -87,7 +87,8 @@ def test_j1_a_draw_is_the_same_alone_and_in_any_batch() -> None:
     generator = torch.Generator().manual_seed(5)
     row = torch.randn(300, generator=generator)
     mine = chunk(Sampling(1, temperature=1.0, top_p=0.95), seed=42, output_index=6)
-    alone = sample(row.clone()[None], [mine], EOS)[0]
+    sampler = Sampler(EOS)
+    alone = sampler.sample(row.clone()[None], [mine])[0]
     for _ in range(20):
         others = [
             chunk(Sampling(1, temperature=rng.choice([0.0, 0.7, 1.0])), seed=rng.randrange(99), output_index=i)
@@ -96,7 +97,7 @@ def test_j1_a_draw_is_the_same_alone_and_in_any_batch() -> None:
         at = rng.randint(0, len(others))
         logits = torch.randn(len(others) + 1, 300, generator=generator)
         logits[at] = row
-        assert sample(logits, [*others[:at], mine, *others[at:]], EOS)[at] == alone
+        assert sampler.sample(logits, [*others[:at], mine, *others[at:]])[at] == alone
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-9, 1e-6])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cache_policy.keys import token_bytes
-from engine.batch import Batch
+from engine.batch import Batch, ChunkResult
 from engine.core import EngineCore
 from engine.errors import EngineError, WorkerError
 from engine.scripted import ScriptedRunner, scripted_continuation
@@ -53,7 +53,7 @@ class NoText:
 
 
 class Broken(ScriptedRunner):
-    def execute(self, batch: Batch) -> list[int | None]:
+    def execute(self, batch: Batch) -> list[ChunkResult]:
         raise RuntimeError("broken")
 
 

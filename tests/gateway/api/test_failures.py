@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.batch import Batch
+from engine.batch import Batch, ChunkResult
 from engine.scripted import ScriptedRunner
 from gateway.config import LimitsConfig, ServerConfig
 from gateway.replicas.base import ReplicaState
@@ -126,7 +126,7 @@ def test_a_step_that_fails_is_tried_again_and_then_an_error(bench: Bench, monkey
     failures = 1
     execute = ScriptedRunner.execute
 
-    def failing(runner: ScriptedRunner, batch: Batch) -> list[int | None]:
+    def failing(runner: ScriptedRunner, batch: Batch) -> list[ChunkResult]:
         nonlocal failures
         failures -= 1
         if failures >= 0:
