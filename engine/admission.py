@@ -30,10 +30,13 @@ MAX_REPETITION_PENALTY: Final = 100.0
 """And its inverse at least: logits stay finite."""
 
 
-def why_refused(request: Submit, tokens: Sequence[int], info: EngineInfo, max_running: int) -> tuple[str, str] | None:
+def why_refused(
+    request: Submit, tokens: Sequence[int], info: EngineInfo, *, max_tokens: int, max_running: int
+) -> tuple[str, str] | None:
     """Why a request can never be served by the engine that ``info`` describes, as (code, message) of ``Output.error``.
 
-    ``tokens`` is the decoded prompt, empty when it cannot be decoded. None when the request can be served.
+    ``tokens`` is the decoded prompt, empty when it cannot be decoded; ``max_tokens`` how many tokens it and its output
+    may have at most. None when the request can be served.
     """
     if not tokens or request.sampling.max_tokens < 1:
         return "invalid_request", "a request needs at least one prompt token and max_tokens of at least 1"
@@ -43,10 +46,10 @@ def why_refused(request: Submit, tokens: Sequence[int], info: EngineInfo, max_ru
         return "invalid_request", "priority and class_limit may not be negative"
     if max(tokens) >= info.vocab_size:
         return "invalid_token", f"token ids must be below the vocabulary size of {info.vocab_size}"
-    if len(tokens) >= info.max_model_len:
+    if len(tokens) >= max_tokens:
         return (
             "context_length_exceeded",
-            f"the prompt has {len(tokens)} tokens; prompt and output together may have {info.max_model_len}",
+            f"the prompt has {len(tokens)} tokens; prompt and output together may have {max_tokens}",
         )
     for fault in _faults(request.sampling, len(tokens), info.vocab_size):
         return "invalid_request", fault

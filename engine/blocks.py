@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cache_policy.keys import TOKEN_BYTES, BlockHash, hash_block, token_bytes
 from engine.errors import NoSpaceError
-from engine.pool import Block, BlockPool, PoolStats, require
+from engine.pool import MAX_PINNED_SHARE, Block, BlockPool, PoolStats, require
 from engine.wire import CacheEvent
 
 __all__ = ["BlockManager", "BlockTable"]
@@ -215,7 +217,43 @@ class BlockManager:
         table.blocks = []
         table.computed = table.published = 0
 
+    def capacity(self, table: BlockTable) -> int:
+        """How many tokens the pool can hold for this sequence alone: pinned blocks of others are no room for it."""
+        pins = self._pool.pins
+        room = (self.num_blocks - pins.size) * self.block_size
+        if not pins.size or len(table.tokens) < room:
+            return room
+        self._hash_full_blocks(table)
+        own = min(pins.common(table.keys), self._hittable(table))
+        if table.blocks and not table.publishing:
+            own = min(own, table.published)
+        return room + own * self.block_size
+
     # --- for the operator ------------------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[bytes], room_for: int = 1) -> int:
+        """Keep the prefix with this chain of keys in the cache: what is resident of it now, and what will be.
+
+        The pin lasts until ``unpin``, over any ``reset``. Pinned blocks count as resident, but while idle not as
+        available; all pins together take at most ``MAX_PINNED_SHARE`` of the pool, and leave blocks for ``room_for``
+        tokens. Returns how many blocks of the chain are resident.
+
+        Raises:
+            PinLimitError: that would be too much.
+            ValueError: there are no keys.
+        """
+        if not keys:
+            raise ValueError("a pin needs at least one key")
+        most = min(int(MAX_PINNED_SHARE * self.num_blocks), self.num_blocks - self.blocks_for(room_for))
+        return self._pool.pin(keys, most)
+
+    def unpin(self, keys: Sequence[bytes]) -> int:
+        """Give up the pin of exactly this chain; how many blocks, resident or not, nothing pins any more."""
+        return self._pool.unpin(keys)
+
+    def pins(self) -> list[tuple[bytes, int, int]]:
+        """Every pin: the last key of its chain, the chain's length in blocks, and how many of them are resident."""
+        return [(node.key, length, resident) for node, length, resident in self._pool.pins.ends()]
 
     @property
     def policy(self) -> str:
@@ -231,7 +269,7 @@ class BlockManager:
         self._pool.set_policy(name)
 
     def evict(self, count: int) -> list[int]:
-        """Evict up to ``count`` idle blocks and return their numbers; used blocks are never touched."""
+        """Evict up to ``count`` idle blocks and return their numbers; used and pinned ones are never touched."""
         return self._pool.evict(count)
 
     def reset(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from cache_policy.keys import token_list
 from cache_policy.policy import UnknownPolicyError
 from engine.admission import why_refused
 from engine.batch import Batch, ChunkResult, Runner
-from engine.blocks import BlockManager
+from engine.blocks import BlockManager, BlockTable
 from engine.errors import CallError, EngineError, InvariantError
 from engine.scheduler import Scheduled, Scheduler
 from engine.sequence import Detokenizer, Sequence
@@ -23,6 +23,8 @@ __all__ = ["DetokenizerFactory", "EngineCore"]
 
 DetokenizerFactory = Callable[[tuple[str, ...]], Detokenizer]
 """Makes a request's detokenizer from its stop strings."""
+
+_CALLS: Final = ("check", "pin", "pins", "reset_cache", "set_policy", "shutdown", "stats", "unpin")
 
 _log: Final = logging.getLogger(__name__)
 
@@ -79,14 +81,17 @@ class EngineCore:
             tokens = token_list(request.tokens)
         except ValueError:
             tokens = []
-        refusal = why_refused(request, tokens, self._info, self._max_running)
+        root = request.root if request.use_cache else None
+        reads = request.sampling.prompt_logprobs is None
+        limit = self._limit(BlockTable(tokens, root if reads else None))
+        refusal = why_refused(request, tokens, self._info, max_tokens=limit, max_running=self._max_running)
         if refusal is not None:
             self._pending.append(Output(request.id, finish_reason="error", error=refusal))
             return
         sequence = Sequence(
             request.id,
             tokens,
-            request.root if request.use_cache else None,
+            root,
             request.sampling,
             self._detokenizer(request.sampling.stop),
             time.perf_counter(),
@@ -158,6 +163,13 @@ class EngineCore:
                 except UnknownPolicyError as error:
                     raise CallError(str(error)) from error
                 return {"policy": self._blocks.policy}
+            case "pin":
+                return self._pin(_chain(params))
+            case "unpin":
+                return {"released": self._blocks.unpin(_chain(params))}
+            case "pins":
+                pins = self._blocks.pins()
+                return {"pins": [{"key": key, "blocks": count, "resident": there} for key, count, there in pins]}
             case "stats":
                 return self._stats()
             case "check":
@@ -166,12 +178,13 @@ class EngineCore:
                 except EngineError as error:
                     raise CallError(str(error)) from error
                 return {"ok": True}
-        raise CallError(f"unknown method {method!r}; known: check, reset_cache, set_policy, shutdown, stats")
+        raise CallError(f"unknown method {method!r}; known: {', '.join(_CALLS)}")
 
     # --- inside ----------------------------------------------------------------------------------------
 
     def _stats(self) -> dict[str, Any]:
         """``Load``'s fields and what it leaves out. Prompt tokens count once per request, when it is first admitted."""
+        pool = self._blocks.stats()
         return {
             **msgspec.structs.asdict(self.load()),
             "num_blocks": self._blocks.num_blocks,
@@ -181,11 +194,33 @@ class EngineCore:
             "cached_prompt_tokens": self._cached_tokens,
             "recomputed_tokens": self._scheduler.recomputed_tokens,
             "shared_in_flight": self._scheduler.shared_in_flight,
+            "pinned_blocks": pool.pinned,
+            "pinned_keys": pool.pinned_keys,
         }
+
+    def _pin(self, keys: list[bytes]) -> dict[str, Any]:
+        """Pin a chain; every request that has been accepted can still get as long as it may."""
+        longest = max(
+            (
+                min(one.prompt_tokens + one.sampling.max_tokens, self._info.max_model_len)
+                for choices in self._choices.values()
+                for one in choices
+            ),
+            default=1,
+        )
+        try:
+            return {"blocks": len(keys), "resident": self._blocks.pin(keys, room_for=longest)}
+        except EngineError as error:
+            raise CallError(str(error)) from error
+
+    def _limit(self, table: BlockTable) -> int:
+        """The most tokens that a sequence may have; less than announced only while pinned blocks take up the pool."""
+        return min(self._info.max_model_len, self._blocks.capacity(table))
 
     def _compute(self, outputs: list[Output]) -> StepTiming | None:
         """Run one batch and append what came of it."""
-        affected = [*self._scheduler.running]
+        # Where nobody runs and nobody can be admitted, the first in the queue is to blame.
+        affected = [*self._scheduler.running] or self._scheduler.waiting[:1]
         started = time.perf_counter()
         try:
             step = self._scheduler.schedule()
@@ -252,7 +287,7 @@ class EngineCore:
         text, stopped = detokenizer.push(token)
         if stopped:
             return text, "stop"
-        if sequence.generated >= sampling.max_tokens or len(sequence.tokens) >= self._info.max_model_len:
+        if sequence.generated >= sampling.max_tokens or len(sequence.tokens) >= self._limit(sequence.table):
             return text + detokenizer.finish(), "length"
         return text, None
 
@@ -304,6 +339,18 @@ class EngineCore:
             outputs.append(self._output(choices[0], "", (), "error", reason))
             for sequence in choices:
                 self._end(sequence)
+
+
+def _chain(params: dict[str, Any]) -> list[bytes]:
+    """The keys that a call names.
+
+    Raises:
+        CallError: they are no chain of keys.
+    """
+    keys = params.get("keys")
+    if not isinstance(keys, list) or not keys or not all(isinstance(key, bytes) and key for key in keys):
+        raise CallError("keys must be the block keys of a prefix, from its first block on")
+    return keys
 
 
 def _timing(scheduled: list[Scheduled], seconds: float) -> StepTiming:

@@ -9,6 +9,7 @@ __all__ = [
     "KernelError",
     "ModelError",
     "NoSpaceError",
+    "PinLimitError",
     "ProtocolError",
     "UnsupportedModelError",
     "WorkerError",
@@ -34,6 +35,17 @@ class NoSpaceError(EngineError):
         super().__init__(f"{needed} blocks needed, {available} available")
         self.needed = needed
         self.available = available
+
+
+class PinLimitError(EngineError):
+    """Too many blocks would be pinned; nothing was changed."""
+
+    def __init__(self, wanted: int, limit: int) -> None:
+        super().__init__(
+            f"{wanted} blocks would be pinned, at most {limit} can be: pin less, unpin something, or enlarge the pool"
+        )
+        self.wanted = wanted
+        self.limit = limit
 
 
 class InvariantError(EngineError):

@@ -9,27 +9,36 @@ A block is a number; the runner owns the memory behind it. Every block is in exa
 *Used* blocks are named by at least one live block table. *Idle* blocks belong to nobody but keep their KV under their
 key until they are evicted, leaf first. A block is *published* under a key only while the block before it is published
 too, and whoever uses it uses that one as well; so published blocks form a forest whose parents outlive their children.
+
+A published block may be *pinned*, with all before it in its chain: then it is not evicted, and while it is idle the
+policy takes it for used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import msgspec
 
 from cache_policy.policy import EvictionPolicy, create_policy
-from engine.errors import InvariantError
+from engine.errors import InvariantError, PinLimitError
 from engine.events import CacheEventLog
+from engine.pins import PinNode, PinTree
 from engine.wire import BlockStored, CacheEvent
 
-__all__ = ["Block", "BlockPool", "PoolStats", "require"]
+__all__ = ["MAX_PINNED_SHARE", "Block", "BlockPool", "PoolStats", "require"]
+
+MAX_PINNED_SHARE: Final = 0.5
+"""Pins take at most this part of a pool, so that the rest of it can still be served."""
 
 
 class PoolStats(msgspec.Struct, frozen=True):
     """State of the pool in blocks, and totals since it was made.
 
     ``used`` + ``idle`` + ``empty`` = ``num_blocks``. ``collisions_rejected`` counts keys that were equal for different
-    content or a different prefix; each was treated as a miss.
+    content or a different prefix; each was treated as a miss. ``pinned`` blocks are among the used and idle ones;
+    ``pinned_keys`` are those that are pinned, resident or not.
     """
 
     num_blocks: int
@@ -38,12 +47,14 @@ class PoolStats(msgspec.Struct, frozen=True):
     empty: int
     evictions: int
     collisions_rejected: int
+    pinned: int
+    pinned_keys: int
 
 
 class Block:
     """What the pool knows of one block. Written by the pool only. ``key`` None: not published."""
 
-    __slots__ = ("children", "content", "depth", "index", "key", "parent", "ref", "root", "tracked")
+    __slots__ = ("children", "content", "depth", "index", "key", "parent", "pin", "ref", "root", "tracked")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -55,6 +66,7 @@ class Block:
         self.depth = 0  # place in its chain, 0 at a root
         self.children = 0  # published blocks whose parent it is
         self.tracked = False  # the policy knows it
+        self.pin: PinNode | None = None  # what pins it
 
     @property
     def idle(self) -> bool:
@@ -87,13 +99,16 @@ class BlockPool:
         self.policy: EvictionPolicy = create_policy(policy, num_blocks)
         self.collisions = 0  # counted by whoever compares
         self.evictions = 0
+        self.pins = PinTree()
         self._empty = [*reversed(range(num_blocks))]  # a stack
         self._idle = 0
+        self._pinned = 0
+        self._idle_pinned = 0
         self._index: dict[bytes, Block] = {}
 
     def available(self) -> int:
-        """Blocks that ``take`` could hand out now: empty ones, and idle ones by evicting them."""
-        return len(self._empty) + self._idle
+        """Blocks that ``take`` could hand out now: empty ones, and idle ones by evicting them, but for pinned ones."""
+        return len(self._empty) + self._idle - self._idle_pinned
 
     def find(self, key: bytes) -> Block | None:
         """The block published under ``key``. Equal keys are a hint: compare with ``Block.holds``."""
@@ -109,7 +124,10 @@ class BlockPool:
         """One more table names a block that is published, or that another table names."""
         if block.ref == 0:
             self._idle -= 1
-            self.policy.acquired(block.index)
+            if block.pin is None:
+                self.policy.acquired(block.index)
+            else:
+                self._idle_pinned -= 1
         block.ref += 1
 
     def release(self, block: Block) -> None:
@@ -121,7 +139,10 @@ class BlockPool:
             self._empty.append(block.index)
         else:
             self._idle += 1
-            self._report_idle(block)
+            if block.pin is None:
+                self._report_idle(block)
+            else:
+                self._idle_pinned += 1
 
     def publish(self, block: Block, key: bytes, content: bytes, parent: Block | None, root: bytes | None) -> None:
         """Make a used, fully computed block hittable under a key that no block has."""
@@ -130,17 +151,67 @@ class BlockPool:
             block.depth = parent.depth + 1
             parent.children += 1
         self._index[key] = block
+        if self.pins.size:
+            above = self.pins.root if parent is None else parent.pin
+            node = None if above is None else above.children.get(key)
+            if node is not None:
+                self._bind(node, block)
         self.events.stored(key, None if parent is None else parent.key)
 
     def evict(self, count: int) -> list[int]:
-        """Evict up to ``count`` idle blocks and return their numbers; used blocks are never touched."""
-        evicted = [self._evict().index for _ in range(min(count, self._idle))]
+        """Evict up to ``count`` idle blocks and return their numbers; used and pinned ones are never touched."""
+        evicted = [self._evict().index for _ in range(min(count, self._idle - self._idle_pinned))]
         self._empty += evicted
         return evicted
 
+    def pin(self, keys: Sequence[bytes], limit: int) -> int:
+        """Evict none of the blocks of this chain any more, those that are resident and those that will be.
+
+        ``keys`` are those of a chain from its first block on. Returns how many of its blocks are pinned now, which is
+        as many as are resident.
+
+        Raises:
+            PinLimitError: with it, more than ``limit`` blocks would be pinned.
+        """
+        wanted = self.pins.size + self.pins.new_nodes(keys)
+        if wanted > limit:
+            raise PinLimitError(wanted, limit)
+        parent: Block | None = None
+        resident = 0
+        for node in self.pins.add(keys):
+            block = node.block or self._index.get(node.key)
+            if block is None or block.parent is not parent:
+                break
+            if node.block is None:
+                self._bind(node, block)
+                if block.ref == 0:
+                    self._idle_pinned += 1
+                    self.policy.acquired(block.index)
+            parent = block
+            resident += 1
+        return resident
+
+    def unpin(self, keys: Sequence[bytes]) -> int:
+        """Give up the pin of exactly this chain; how many blocks, resident or not, nothing pins any more."""
+        dropped = self.pins.remove(keys)
+        for node in dropped:  # deepest first, as the policy expects it
+            block = node.block
+            if block is None:
+                continue
+            block.pin = node.block = None
+            self._pinned -= 1
+            if block.ref == 0:
+                self._idle_pinned -= 1
+                self._report_idle(block)
+        return len(dropped)
+
     def reset(self) -> int:
-        """Take every key away and return how many idle blocks became empty; used blocks stay with their tables."""
-        dropped, self._idle = self._idle, 0
+        """Take every key away and return how many idle blocks became empty; used blocks stay with their tables.
+
+        Pins stay too, for what will be published under their keys.
+        """
+        dropped = self._idle
+        self._idle = self._idle_pinned = self._pinned = 0
         for block in self._index.values():
             _unpublish(block)
             if block.ref == 0:
@@ -154,7 +225,7 @@ class BlockPool:
         """Let another policy decide from now on; every block stays.
 
         The new policy hears of the idle blocks in the order in which the old one would have evicted them, and of those
-        in use when they next become idle.
+        in use, and of pinned ones, when they next become idle or lose their pin.
 
         Raises:
             cache_policy.policy.UnknownPolicyError: there is no such policy; the old one stays.
@@ -162,8 +233,8 @@ class BlockPool:
         new, old = create_policy(name, len(self.blocks)), self.policy
         children = [block.children for block in self.blocks]
         order: list[Block] = []
-        for _ in range(self._idle):
-            index = old.victim(lambda i: self.blocks[i].idle and children[i] == 0)
+        for _ in range(self._idle - self._idle_pinned):
+            index = old.victim(lambda i: self.blocks[i].idle and self.blocks[i].pin is None and children[i] == 0)
             if index is None:
                 raise InvariantError(f"policy {old.name} does not know all idle blocks")
             old.removed(index)
@@ -181,11 +252,13 @@ class BlockPool:
         """The pool's state and totals."""
         return PoolStats(
             num_blocks=len(self.blocks),
-            used=len(self.blocks) - self.available(),
+            used=len(self.blocks) - self._idle - len(self._empty),
             idle=self._idle,
             empty=len(self._empty),
             evictions=self.evictions,
             collisions_rejected=self.collisions,
+            pinned=self._pinned,
+            pinned_keys=self.pins.size,
         )
 
     def resident(self) -> tuple[CacheEvent, ...]:
@@ -213,6 +286,12 @@ class BlockPool:
         empty = set(self._empty)
         require(len(empty) == len(self._empty), "no block is empty twice")
         require(sum(block.idle for block in self.blocks) == self._idle, "idle blocks are counted")
+        pinned = [block for block in self.blocks if block.pin is not None]
+        require(len(pinned) == self._pinned, "pinned blocks are counted")
+        require(sum(block.idle for block in pinned) == self._idle_pinned, "idle pinned blocks are counted")
+        require(sum(1 for _ in self.pins.nodes()) == self.pins.size, "pins are counted")
+        for node in self.pins.nodes():
+            require(node.block is None or node.block.pin is node, "a pin and its block agree")
         for block in self.blocks:
             name = f"block {block.index}"
             unowned = block.ref == 0 and block.key is None
@@ -221,12 +300,20 @@ class BlockPool:
             require((block.index in empty) == unowned, f"{name}: empty exactly when unused and without key")
             if block.key is None:
                 require(not block.tracked, f"{name}: unknown to the policy without a key")
+                require(block.pin is None, f"{name}: not pinned without a key")
                 continue
             require(self._index.get(block.key) is block, f"{name}: found under its key")
-            require(block.tracked or block.ref > 0, f"{name}: known to the policy when idle")
+            require(block.tracked or block.ref > 0 or block.pin is not None, f"{name}: known to the policy when idle")
+            above = self.pins.root if block.parent is None else block.parent.pin
+            wanted = None if above is None else above.children.get(block.key)
+            require(block.pin is wanted, f"{name}: pinned exactly when its chain up to it is")
             if block.parent is not None:
                 require(block.parent.key is not None, f"{name}: its parent is published")
                 require(block.parent.ref >= block.ref, f"{name}: its parent is used wherever it is")
+
+    def _bind(self, node: PinNode, block: Block) -> None:
+        node.block, block.pin = block, node
+        self._pinned += 1
 
     def _report_idle(self, block: Block) -> None:
         if block.tracked:
@@ -239,7 +326,7 @@ class BlockPool:
 
     def _evictable(self, index: int) -> bool:
         block = self.blocks[index]
-        return block.idle and block.children == 0
+        return block.idle and block.pin is None and block.children == 0
 
     def _evict(self) -> Block:
         """Take the policy's victim out of the cache; it is in no state until the caller puts it in one."""
@@ -270,6 +357,9 @@ def _unpublish(block: Block) -> None:
     block.content = b""
     block.depth = block.children = 0
     block.tracked = False
+    if block.pin is not None:
+        block.pin.block = None
+        block.pin = None
 
 
 def _runs(start: Block, children: dict[Block | None, list[Block]]) -> Iterator[tuple[bytes | None, list[bytes]]]:

@@ -125,6 +125,13 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     Methods: ``reset_cache`` (nothing cached before is hit again; result ``{"dropped": n, "kept": m}``: ``dropped`` idle
     blocks became empty, ``kept`` blocks lost their keys but stay with their running requests), ``set_policy`` (params
     ``{"policy": name}``), ``stats``, ``check`` (run the block manager's invariants), ``shutdown``.
+
+    ``pin`` (params ``{"keys": [key, …]}``, the chain of block keys of a prefix from its first block on): none of its
+    blocks is evicted any more, neither those that are cached now nor those that will be, until ``unpin`` with the same
+    keys, over any ``reset_cache``. Pinning a chain again changes nothing. Result ``{"blocks": n, "resident": m}``: of
+    ``n`` blocks ``m`` are cached now. An error when all pins together would take more than half of the pool, or room
+    that a request in hand may need. ``unpin``: result ``{"released": n}``, 0 when there is no such pin. ``pins``:
+    result ``{"pins": [{"key", "blocks", "resident"}, …]}`` with the last key of each.
     """
 
     id: int

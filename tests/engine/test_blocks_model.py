@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 from cache_policy.keys import chain_keys, hash_block
 from cache_policy.policy import POLICY_NAMES, BlockKey, EvictionPolicy
 from engine.blocks import BlockManager, BlockTable
-from engine.errors import NoSpaceError
+from engine.errors import NoSpaceError, PinLimitError
 from engine.wire import AllBlocksCleared, BlockRemoved, BlockStored
 
 BLOCK = 2
@@ -57,7 +57,8 @@ class PoolModel(RuleBasedStateMachine):
         self.slots: list[list[Written | None]] = [[None] * BLOCK for _ in range(NUM_BLOCKS)]
         self.tables: list[BlockTable] = []
         self.resident: dict[bytes, bytes | None] = {}  # key -> parent's key, from events alone
-        self.hits = self.copies = self.in_flight = 0  # how often each was seen
+        self.pins: list[list[bytes]] = []
+        self.hits = self.copies = self.in_flight = self.pinned = 0  # how often each was seen
 
     # --- what the model knows ------------------------------------------------------------------------
 
@@ -73,10 +74,25 @@ class PoolModel(RuleBasedStateMachine):
                         parent = key
                 case BlockRemoved(keys):
                     for key in keys:
+                        assert key not in self.protected()
                         del self.resident[key]
                         assert key not in self.resident.values()  # leaf first
                 case AllBlocksCleared():
                     self.resident.clear()
+
+    def protected(self) -> set[bytes]:
+        """Resident keys that may not leave."""
+        return {key for keys in self.pins for key in self.resident_part(keys)}
+
+    def resident_part(self, keys: list[bytes]) -> list[bytes]:
+        """The keys of a chain that follow on one another from a root."""
+        for i, key in enumerate(keys):
+            if self.resident.get(key, key) != (keys[i - 1] if i else None):
+                return keys[:i]
+        return keys
+
+    def used_keys(self) -> set[bytes]:
+        return {key for table in self.tables for key in table.keys[: table.published]}
 
     def expected_hit(self, table: BlockTable) -> int:
         """The longest run of resident full blocks, short of the last token."""
@@ -142,13 +158,13 @@ class PoolModel(RuleBasedStateMachine):
 
     def extend(self, table: BlockTable) -> bool:
         """Make room, and copy what is to be copied; False when there was no space."""
-        used = self.blocks.stats().used
+        taken = self.blocks.stats().used + len(self.protected() - self.used_keys())
         sharers = Counter(block for other in self.tables for block in other.blocks)
         held = list(table.blocks)
         try:
             copy = self.blocks.extend(table)
         except NoSpaceError:
-            assert used > NUM_BLOCKS - (-(-len(table.tokens) // BLOCK) - len(held) + 1)
+            assert taken > NUM_BLOCKS - (-(-len(table.tokens) // BLOCK) - len(held) + 1)
             return False
         if copy is None:
             assert table.blocks[: len(held)] == held
@@ -216,6 +232,36 @@ class PoolModel(RuleBasedStateMachine):
         self.hear()
         assert not self.resident
 
+    @rule(tokens=PROMPTS, root=ROOTS, wrong=st.booleans())
+    def pin(self, tokens: list[int], root: bytes, wrong: bool) -> None:
+        keys = chain_keys(root, tokens, BLOCK, self.block_hash)
+        if wrong:  # no chain: nothing but its beginning may come of it
+            keys = [*keys, b"unknown", *keys[:1]]
+        if not keys:
+            return
+        before = self.state()
+        wanted = {tuple(chain[: i + 1]) for chain in (*self.pins, keys) for i in range(len(chain))}
+        try:
+            resident = self.blocks.pin(keys)
+        except PinLimitError:
+            assert self.state() == before
+            assert len(wanted) > NUM_BLOCKS // 2
+            return
+        assert len(wanted) <= NUM_BLOCKS // 2
+        if keys not in self.pins:
+            self.pins.append(keys)
+        assert resident == len(self.resident_part(keys))
+        self.pinned += resident > 0
+
+    @precondition(lambda self: self.pins)
+    @rule(number=st.integers(0, NUM_BLOCKS))
+    def unpin(self, number: int) -> None:
+        keys = self.pins.pop(number % len(self.pins))
+        left = {tuple(chain[: i + 1]) for chain in self.pins for i in range(len(chain))}
+        released = self.blocks.unpin(keys)
+        assert released == len({tuple(keys[: i + 1]) for i in range(len(keys))} - left)
+        assert self.blocks.unpin(keys) == 0
+
     @rule(name=st.sampled_from(POLICY_NAMES))
     def set_policy(self, name: str) -> None:
         before = self.state()
@@ -230,6 +276,8 @@ class PoolModel(RuleBasedStateMachine):
         stats = self.blocks.stats()
         assert stats.used + stats.idle + stats.empty == NUM_BLOCKS
         assert stats.used == len({block for table in self.tables for block in table.blocks})
+        assert stats.pinned == len(self.protected())
+        assert len(self.blocks.pins()) == len(self.pins)
 
     @invariant()
     def every_sequence_finds_its_own_content(self) -> None:
@@ -321,6 +369,11 @@ def drive(model: PoolModel, seed: int, operations: int) -> None:
         elif name == "set_policy":
             if not isinstance(model, ContraryPoolModel):
                 model.set_policy(draw.choice(POLICY_NAMES))
+        elif name == "pin":
+            model.pin(tokens[: draw.randint(2, 6)], root or b"one", draw.random() < 0.1)
+        elif name == "unpin":
+            if model.pins:
+                model.unpin(draw.randrange(len(model.pins)))
         elif name == "append":
             model.append(table, draw.randint(0, 1))
         elif name == "compute":
@@ -344,6 +397,8 @@ WEIGHTS = {
     "evict": 2,
     "reset": 1,
     "set_policy": 1,
+    "pin": 2,
+    "unpin": 2,
 }
 LONG = int(os.environ.get("HEADSTART_BLOCK_OPERATIONS", "0"))
 
@@ -357,6 +412,7 @@ def test_long_histories_keep_every_invariant(seed: int) -> None:
     assert model.hits > LONG // 100
     assert model.copies > LONG // 1000
     assert model.in_flight > LONG // 1000
+    assert model.pinned > LONG // 1000
     assert model.blocks.stats().evictions > LONG // 100
 
 
