@@ -26,7 +26,9 @@ _KEY_BYTES: Final = 8
 """So much of a key tells the blocks of a ghost cache apart."""
 
 _REMEMBERED: Final = 4
-"""Prefixes are remembered as seen for at least so many times the blocks of the largest ghost cache."""
+"""Prefixes are remembered as seen for at least so many times the blocks of the largest ghost cache, but at most for"""
+_MOST_REMEMBERED: Final = 100_000
+"""so many blocks, and twice that in memory: some 20 MB."""
 
 
 class Ghost(msgspec.Struct, frozen=True):
@@ -123,7 +125,7 @@ class GhostCaches:
         # Two generations, each closed under prefixes, as every request adds its whole chain.
         self._seen: set[bytes] = set()
         self._seen_before: set[bytes] = set()
-        self._generation = _REMEMBERED * max(ghost.blocks for ghost in ghosts)
+        self._generation = min(_MOST_REMEMBERED, _REMEMBERED * max(ghost.blocks for ghost in ghosts))
 
     def observe(self, keys: Sequence[bytes]) -> list[float]:
         """Take in the chained keys of one prompt's full blocks; how many blocks each ghost is estimated to have hit."""
@@ -152,6 +154,7 @@ class GhostCaches:
         Unless the next sampled block has been seen, and so must have been evicted, nothing speaks for an eviction.
         """
         missed = hit * self.stride + self.stride // 2  # depth of the first sampled block that was not resident
+        least = missed - self.stride + 1 if hit else 0
         if missed >= seen:
-            return seen
-        return missed - (self.stride - 1) / 2 if hit else missed / 2
+            return max(seen, least)
+        return (least + missed) / 2

@@ -3,8 +3,8 @@
 Two formats, told apart by their first character, each also gzipped:
 
 * One JSON object a line, as the Mooncake traces have it (Qin et al., FAST'25): ``input_length`` in tokens and
-  ``hash_ids``, one id per block, where equal ids stand for equal whole prefixes. Ids are integers or strings; other
-  fields are ignored.
+  ``hash_ids``, one id per block, where equal ids stand for equal whole prefixes. Ids are integers or strings. The
+  gateway's own recordings add ``block_size``, the tokens per block, which else is inferred; other fields are ignored.
 * One id a line, as libCacheSim reads it: every line is a request for one block of one token.
 """
 
@@ -13,9 +13,10 @@ from __future__ import annotations
 import gzip
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Annotated, BinaryIO, Final
 
 import msgspec
+from msgspec import Meta
 
 __all__ = ["Trace", "TraceError", "infer_block_size", "read_trace"]
 
@@ -62,6 +63,11 @@ class Trace(msgspec.Struct, frozen=True):
 class _Line(msgspec.Struct):
     input_length: int
     hash_ids: list[int | str]
+    block_size: Annotated[int, Meta(ge=1)] | None = None
+
+
+_Request = tuple[int, int, Sequence[int | str], int | None]
+"""Line number, tokens, ids, and tokens per block where the line says so."""
 
 
 def read_trace(path: Path, block_size: int | None = None, progress: Callable[[float], None] | None = None) -> Trace:
@@ -69,7 +75,7 @@ def read_trace(path: Path, block_size: int | None = None, progress: Callable[[fl
 
     Args:
         path: the file; gzip is recognized by its content.
-        block_size: tokens per block; None infers it (see ``infer_block_size``).
+        block_size: tokens per block; None takes what the lines say, else infers it (see ``infer_block_size``).
         progress: called with the fraction of the file that has been read.
 
     Raises:
@@ -81,9 +87,13 @@ def read_trace(path: Path, block_size: int | None = None, progress: Callable[[fl
     lengths: list[int] = []
     lines: list[int] = []
     conflict: str | None = None
+    declared: set[int | None] = set()
     seen: dict[int, int] = {}  # block -> request that first used it, to word a conflict
     try:
-        for line, length, ids in _parse(path, progress):
+        for line, length, ids, size in _parse(path, progress):
+            declared.add(size)
+            if len(declared) > 1:
+                raise TraceError(f"{path}: line {line}, field block_size: is {size}, unlike on the lines before")
             parent = -1
             request: list[int] = []
             for place, key in enumerate(ids):
@@ -107,6 +117,7 @@ def read_trace(path: Path, block_size: int | None = None, progress: Callable[[fl
     if not requests:
         raise TraceError(f"{path}: no requests in it")
     counts = [len(request) for request in requests]
+    block_size = block_size or declared.pop()
     if block_size is None:
         block_size = _infer(path, counts, lengths)
     else:
@@ -146,8 +157,8 @@ def _infer(path: Path, counts: Sequence[int], lengths: Sequence[int]) -> int:
     )
 
 
-def _parse(path: Path, progress: Callable[[float], None] | None) -> Iterator[tuple[int, int, Sequence[int | str]]]:
-    """Line number, tokens and ids of each request."""
+def _parse(path: Path, progress: Callable[[float], None] | None) -> Iterator[_Request]:
+    """What each line says."""
     with path.open("rb") as file:
         size = max(1, path.stat().st_size)
         packed = file.read(2) == _GZIP_MAGIC
@@ -168,9 +179,7 @@ def _parse(path: Path, progress: Callable[[float], None] | None) -> Iterator[tup
                 progress(file.tell() / size)
 
 
-def _json_line(
-    path: Path, line: int, text: bytes, decoder: msgspec.json.Decoder[_Line]
-) -> tuple[int, int, Sequence[int | str]]:
+def _json_line(path: Path, line: int, text: bytes, decoder: msgspec.json.Decoder[_Line]) -> _Request:
     try:
         request = decoder.decode(text)
     except msgspec.ValidationError as error:
@@ -184,7 +193,7 @@ def _json_line(
         raise TraceError(f"{path}: line {line}, field input_length: must not be negative, is {request.input_length}")
     if len(set(request.hash_ids)) < len(request.hash_ids):
         raise TraceError(f"{path}: line {line}, field hash_ids: an id stands twice in one request")
-    return line, request.input_length, request.hash_ids
+    return line, request.input_length, request.hash_ids, request.block_size
 
 
 def _place(text: bytes, field: str) -> str:
@@ -197,7 +206,7 @@ def _place(text: bytes, field: str) -> str:
     return f"{name}[{next(wrong, '...')}]"
 
 
-def _id_line(path: Path, line: int, text: bytes) -> tuple[int, int, Sequence[int | str]]:
+def _id_line(path: Path, line: int, text: bytes) -> _Request:
     if b"," in text:
         raise TraceError(f"{path}: line {line}, field id: one id a line, without columns, is expected")
-    return line, 1, (text.decode("utf-8", "replace"),)
+    return line, 1, (text.decode("utf-8", "replace"),), None

@@ -11,6 +11,7 @@ from litestar.di import Provide
 
 from gateway.api.access import for_operator, for_tenants
 from gateway.api.errors import EXCEPTION_HANDLERS
+from gateway.api.eviction import set_policy, show_policy, show_whatif
 from gateway.api.exchange import name_response
 from gateway.api.health import health, ready, version
 from gateway.api.models import detokenize, list_models, show_model, tokenize
@@ -27,7 +28,7 @@ __all__ = ["create_app"]
 
 def create_app(gateway: Gateway) -> Litestar:
     """The ASGI application of ``gateway``, which it starts and stops with its own life."""
-    feed = Feed(gateway.statistics)
+    feed = Feed(gateway.statistics, gateway.eviction, gateway.whatif)
     gateway.when_draining(feed.close)
 
     @asynccontextmanager
@@ -50,7 +51,16 @@ def create_app(gateway: Gateway) -> Litestar:
     tenants = Router("/", route_handlers=[list_models, show_model, tokenize, detokenize], guards=[for_tenants])
     operator = Router(
         "/",
-        route_handlers=[admin_stats, prometheus, list_replicas, reset_cache, dashboard.events],
+        route_handlers=[
+            admin_stats,
+            prometheus,
+            list_replicas,
+            reset_cache,
+            show_policy,
+            set_policy,
+            show_whatif,
+            dashboard.events,
+        ],
         guards=[for_operator],
     )
     public = (health, ready, version, dashboard.page, dashboard.asset)

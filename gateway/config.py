@@ -24,6 +24,8 @@ __all__ = [
     "RedisConfig",
     "ServerConfig",
     "TemplateConfig",
+    "TraceConfig",
+    "WhatIfConfig",
 ]
 
 OrderMode = Literal["preserve", "canonical", "cache-aware"]
@@ -124,6 +126,29 @@ class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key_sha256: str | None = None
 
 
+class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[trace]``: a recording of the traffic for ``headstart simulate``: ids, lengths and times, no text.
+
+    ``folder`` None records nothing. A file is packed when it has ``max_file_mb``; the newest ``files`` are kept.
+    """
+
+    folder: str | None = None
+    max_file_mb: _Positive = 64
+    files: _Positive = 8
+
+
+class WhatIfConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[whatif]``: which eviction policies and pool sizes (1 is the real one) are followed on live traffic.
+
+    The policy in force is always followed. ``cpu_share`` is the part of a core that this may cost.
+    """
+
+    enabled: bool = True
+    policies: tuple[str, ...] = ("lru", "s3fifo", "arc")
+    sizes: tuple[Annotated[float, Meta(gt=0, le=16)], ...] = (0.5, 1.0, 2.0)
+    cpu_share: Annotated[float, Meta(gt=0, le=1)] = 0.02
+
+
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[limits]``: what callers may ask at most. ``max_queue`` requests may wait or run at once over all callers."""
 
@@ -148,4 +173,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: dict[str, ApiKey] = {}
     admin: AdminConfig = AdminConfig()
     limits: LimitsConfig = LimitsConfig()
+    trace: TraceConfig = TraceConfig()
+    whatif: WhatIfConfig = WhatIfConfig()
     secret: str | None = None

@@ -74,8 +74,12 @@ def check_config(config: Config) -> None:
         _check_digest(config.admin.key_sha256, "admin.key_sha256")
         if config.admin.key_sha256 in config.keys:
             raise ConfigError("admin.key_sha256 is also an entry of [keys]: the admin key must be a key of its own.")
-    if config.engine.policy not in POLICY_NAMES:
-        raise ConfigError(f"engine.policy: {config.engine.policy!r} is unknown. Known: {', '.join(POLICY_NAMES)}.")
+    for key, policies in (("engine.policy", (config.engine.policy,)), ("whatif.policies", config.whatif.policies)):
+        for policy in policies:
+            if policy not in POLICY_NAMES:
+                raise ConfigError(f"{key}: {policy!r} is unknown. Known: {', '.join(POLICY_NAMES)}.")
+    if config.whatif.enabled and 1 not in config.whatif.sizes:
+        raise ConfigError("whatif.sizes: 1 is missing, the real size, which the others are compared with.")
     if not config.keys and not is_loopback(config.server.host):
         raise ConfigError(
             f"server.host: {config.server.host} can be reached from other machines, but no API keys are configured. "

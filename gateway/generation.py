@@ -126,12 +126,15 @@ class Dispatcher:
         *,
         max_queue: int,
         timeout_s: float,
+        on_served: Callable[[Generation], None] | None = None,
     ) -> None:
+        """``on_served`` hears of every request that was answered, at least in part, when it has ended."""
         self._replicas: Final = replicas
         self._router: Final = router
         self._statistics: Final = statistics
         self._max_queue: Final = max_queue
         self._timeout_s: Final = timeout_s
+        self._on_served: Final = on_served
         self.active = 0
         """Requests that wait or run."""
 
@@ -172,6 +175,8 @@ class Dispatcher:
             raise
         finally:
             self.active -= 1
+            if account.generation is not None and self._on_served is not None:
+                self._on_served(account.generation)
 
     async def _open(
         self, planner: Planner, sampling: SamplingChoice, terms: Terms, stack: AsyncExitStack, account: _Account

@@ -12,10 +12,11 @@ from typing import Final
 import structlog
 
 from engine.wire import EngineInfo
-from gateway.config import ClassConfig, Config
+from gateway.config import ClassConfig, Config, WhatIfConfig
 from gateway.configuration import check_config, served_model_name
 from gateway.errors import OverloadedError
-from gateway.generation import Dispatcher
+from gateway.eviction import EvictionControl
+from gateway.generation import Dispatcher, Generation
 from gateway.identity import Authenticator
 from gateway.plan import Caller
 from gateway.prompt import PromptRenderer
@@ -24,7 +25,9 @@ from gateway.replicas.engine import EngineReplica
 from gateway.replicas.supervisor import EngineLauncher, engine_command, require_engine_packages
 from gateway.request_path import RequestPath
 from gateway.routing.router import Router
+from gateway.stats.recorder import TraceRecorder
 from gateway.stats.statistics import Statistics
+from gateway.stats.whatif import WhatIf
 
 __all__ = ["Gateway", "local_gateway"]
 
@@ -55,6 +58,9 @@ class Gateway:
         self.renderer: Final = PromptRenderer(folder)
         self.statistics: Final = Statistics(config.redis, replicas)
         self.router: Final = Router(self.statistics.prefill_cost)
+        self.eviction: Final = EvictionControl(self.replicas, config.engine.policy)
+        self.whatif: Final = self._ghosts(config.whatif) if config.whatif.enabled else None
+        self.recorder: Final = TraceRecorder(config.trace) if config.trace.folder is not None else None
         self.path: Final = RequestPath(
             model=model,
             secret=_secret(config),
@@ -69,11 +75,15 @@ class Gateway:
             self.statistics,
             max_queue=config.limits.max_queue,
             timeout_s=config.limits.request_timeout_s,
+            on_served=self._follow,
         )
         self._when_draining: list[Callable[[], None]] = []
         for replica in replicas:
             replica.observe(self.statistics)  # before the router, whose choices read its cost curves
             replica.observe(self.router)
+            replica.observe(self.eviction)
+            if self.whatif is not None:
+                replica.observe(self.whatif)
 
     @property
     def info(self) -> EngineInfo | None:
@@ -92,6 +102,8 @@ class Gateway:
     async def start(self) -> None:
         """Start statistics and replicas; returns without waiting for the replicas."""
         await self.statistics.start()
+        if self.recorder is not None:
+            await self.recorder.start()
         for replica in self.replicas.values():
             await replica.start()
 
@@ -120,6 +132,33 @@ class Gateway:
         self.drain()
         await asyncio.gather(*[replica.stop(grace) for replica in self.replicas.values()])
         await self.statistics.stop()
+        if self.recorder is not None:
+            await self.recorder.stop()
+
+    def _ghosts(self, config: WhatIfConfig) -> WhatIf:
+        return WhatIf(
+            config,
+            policy=lambda: self.eviction.policy,
+            seconds=lambda replica_id, tokens: self.statistics.prefill_cost(replica_id).seconds(tokens, 0),
+        )
+
+    def _follow(self, generation: Generation) -> None:
+        """Let ghost caches and the trace recorder have a request that was answered."""
+        plan = generation.plan
+        info = self.replicas[plan.replica_id].info
+        if not plan.use_cache or info is None:
+            return
+        if self.whatif is not None:
+            self.whatif.observe(plan.replica_id, plan.keys, generation.prompt_tokens, generation.cached_tokens or 0)
+        if self.recorder is not None:
+            self.recorder.record(
+                plan.keys,
+                input_length=generation.prompt_tokens,
+                output_length=generation.completion_tokens,
+                block_size=info.block_size,
+                template=plan.template,
+                tenant=plan.tenant,
+            )
 
 
 def local_gateway(config: Config, folder: Path) -> Gateway:

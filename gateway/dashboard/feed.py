@@ -9,8 +9,11 @@ from typing import Final, Literal
 
 import msgspec
 
+from cache_policy.policy import POLICY_NAMES
+from gateway.eviction import EvictionControl, PolicyChange
 from gateway.stats.snapshot import Series, Snapshot
 from gateway.stats.statistics import Statistics
+from gateway.stats.whatif import WhatIf, WhatIfReport
 
 __all__ = ["WINDOWS", "Feed", "Update", "Window"]
 
@@ -22,6 +25,15 @@ WINDOWS: Final[dict[Window, int | None]] = {"15m": 15, "1h": 60, "24h": 24 * 60,
 _PERIOD_S: Final = 1.0
 
 
+class Eviction(msgspec.Struct, frozen=True):
+    """The policy in force and those there are, the last switches, and what the ghost caches say (None: off)."""
+
+    policy: str
+    policies: tuple[str, ...]
+    changes: list[PolicyChange]
+    whatif: WhatIfReport | None
+
+
 class Update(msgspec.Struct, frozen=True):
     """One event's data. ``ever`` counts the requests of all time, ``series`` covers the window (a day at most)."""
 
@@ -29,6 +41,7 @@ class Update(msgspec.Struct, frozen=True):
     ever: int
     snapshot: Snapshot
     series: Series
+    eviction: Eviction
 
 
 class Feed:
@@ -38,8 +51,10 @@ class Feed:
     a shutdown does not wait for pages that are left open.
     """
 
-    def __init__(self, statistics: Statistics) -> None:
+    def __init__(self, statistics: Statistics, eviction: EvictionControl, whatif: WhatIf | None) -> None:
         self._statistics = statistics
+        self._eviction = eviction
+        self._whatif = whatif
         self._closing = asyncio.Event()
         self._encoded: dict[Window, tuple[int, bytes]] = {}
         self._encode = msgspec.json.Encoder().encode
@@ -69,6 +84,12 @@ class Feed:
             ever=self._statistics.requests_ever,
             snapshot=self._statistics.snapshot(window_minutes=minutes, minutes=0),
             series=self._statistics.series(window_minutes=minutes),
+            eviction=Eviction(
+                self._eviction.policy,
+                POLICY_NAMES,
+                [*self._eviction.changes],
+                None if self._whatif is None else self._whatif.report(),
+            ),
         )
         event = b"event: update\ndata: " + self._encode(update) + b"\n\n"
         self._encoded[window] = (tick, event)

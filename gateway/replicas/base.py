@@ -108,7 +108,7 @@ class Replica(Protocol):
     async def call(
         self, method: str, params: Mapping[str, Any] | None = None, *, timeout: float = 30.0
     ) -> dict[str, Any]:
-        """A control call (see ``engine.wire.Call``).
+        """A control call (see ``engine.wire.Call``). ``info`` tells the policy that a ``set_policy`` has put in force.
 
         Raises ``ReplicaError`` with the replica's message, ``ReplicaUnavailable`` when it is not READY.
         """

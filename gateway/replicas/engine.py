@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import structlog
 
 from cache_policy.keys import token_bytes
@@ -160,6 +161,8 @@ class EngineReplica:
             self._calls.pop(id, None)
         if reply.error is not None:
             raise ReplicaError(f"{self.id}: {reply.error}")
+        if method == "set_policy" and self.info is not None:
+            self.info = msgspec.structs.replace(self.info, policy=reply.result["policy"])
         return reply.result
 
     def _connected(self) -> EngineConnection:

@@ -168,6 +168,7 @@ class ScriptedReplica:
             result = self._core.call(method, dict(params or {}))
         except CallError as error:
             raise ReplicaError(f"{self.id}: {error}") from error
+        self.info = self._core.info
         self._work.set()
         return result
 

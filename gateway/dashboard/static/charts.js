@@ -12,7 +12,7 @@ const BAR_S = 30;
 const SHORTEST_S = 5 * 60; // a gateway that has just started is not shown as if seconds were hours
 const TICKS_S = [60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600];
 
-export function HitRateChart({ series, theme }) {
+export function HitRateChart({ series, theme, changes }) {
   const data = useMemo(() => {
     const points = Math.max(1, Math.round(SMOOTH_S / series.step_s));
     return [series.time, rollingRate(series.cached_prompt_tokens, series.prompt_tokens, points)];
@@ -20,6 +20,7 @@ export function HitRateChart({ series, theme }) {
   return html`<${Chart} title="Token hit rate" data=${data} theme=${theme} format=${percent}
     said=${series.step_s < SMOOTH_S ? "each point covers a minute" : stepSaid(series.step_s)}
     range=${[0, 1]} splits=${[0, 0.25, 0.5, 0.75, 1]} axisFormat=${(value) => `${Math.round(100 * value)}%`}
+    marks=${changes.map(({ time, before, after }) => ({ time, said: `${before} → ${after}` }))}
     lines=${[{ name: "hit rate", color: "--saved", fill: "--saved-fill", width: 2 }]} />`;
 }
 
@@ -74,13 +75,15 @@ function rollingRate(parts, wholes, points) {
 }
 
 // One chart with its legend. The legend shows the values under the cursor, or else the latest ones there are.
-function Chart({ title, said, data, lines, format, theme, range, splits, axisFormat, bars, value }) {
+function Chart({ title, said, data, lines, format, theme, range, splits, axisFormat, bars, value, marks = [] }) {
   const box = useRef(null);
+  const marked = useRef(marks); // drawn by the plot, whose options are made once
+  marked.current = marks;
   const plot = useRef(null);
   const [hovered, setHovered] = useState(null);
 
   useEffect(() => {
-    const options = plotOptions({ width: box.current.clientWidth, lines, range, splits, axisFormat: axisFormat ?? axisSeconds, bars, onHover: setHovered });
+    const options = plotOptions({ width: box.current.clientWidth, lines, range, splits, axisFormat: axisFormat ?? axisSeconds, bars, marked, onHover: setHovered });
     plot.current = new uPlot(options, data, box.current);
     const observer = new ResizeObserver(() => plot.current.setSize({ width: box.current.clientWidth, height: HEIGHT }));
     observer.observe(box.current);
@@ -102,7 +105,7 @@ function Chart({ title, said, data, lines, format, theme, range, splits, axisFor
     const values = data.slice(1).map((column) => (index === null ? null : column[index]));
     return values[line] == null ? null : (value?.(line, values) ?? values[line]);
   };
-  const spoken = lines.map((line, i) => `${line.name} ${format(at(i))}`).join(", ");
+  const spoken = [...lines.map((line, i) => `${line.name} ${format(at(i))}`), ...marks.map((mark) => mark.said)].join(", ");
   return html`<figure class="card chart">
     <figcaption>
       <h2>${title} <small>${said}</small></h2>
@@ -123,7 +126,7 @@ const axisSeconds = (value) => (value === 0 ? "0" : value < 1 ? `${+(1000 * valu
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function plotOptions({ width, lines, range, splits, axisFormat, bars, onHover }) {
+function plotOptions({ width, lines, range, splits, axisFormat, bars, marked, onHover }) {
   const margin = (bars ?? 0) / 2; // so that the outermost bars are whole
   const axis = {
     stroke: () => color("--muted"),
@@ -154,8 +157,29 @@ function plotOptions({ width, lines, range, splits, axisFormat, bars, onHover })
         paths: bars ? uPlot.paths.bars({ size: [0.7, 16] }) : uPlot.paths.linear(),
       })),
     ],
-    hooks: { setCursor: [(plot) => onHover(plot.cursor.left >= 0 ? (plot.cursor.idx ?? null) : null)] },
+    hooks: { draw: [(plot) => drawMarks(plot, marked.current)], setCursor: [(plot) => onHover(plot.cursor.left >= 0 ? (plot.cursor.idx ?? null) : null)] },
   };
+}
+
+// What the operator changed, as a dashed line with its words, where it falls into what is shown.
+function drawMarks(plot, marks) {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  ctx.font = `${Math.round(11 * devicePixelRatio)}px system-ui, sans-serif`;
+  ctx.strokeStyle = ctx.fillStyle = color("--muted");
+  ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
+  for (const { time, said } of marks) {
+    const x = plot.valToPos(time, "x", true);
+    if (!(x >= bbox.left && x <= bbox.left + bbox.width)) continue;
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+    const left = x + ctx.measureText(said).width + 8 * devicePixelRatio > bbox.left + bbox.width;
+    ctx.textAlign = left ? "right" : "left";
+    ctx.fillText(said, x + (left ? -4 : 4) * devicePixelRatio, bbox.top + 12 * devicePixelRatio);
+  }
+  ctx.restore();
 }
 
 // A line needs two points; a lone one would be invisible.

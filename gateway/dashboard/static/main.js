@@ -1,6 +1,7 @@
 // The page: what it is told by the feed, laid out. State lives here; everything below only draws.
 import { html, render, useCallback, useEffect, useState } from "./vendor/htm-preact.js";
 import { HitRateChart, PrefillChart, TtftChart } from "./charts.js";
+import { Eviction } from "./eviction.js";
 import { follow } from "./feed.js";
 import { Headline } from "./headline.js";
 import { Empty, Notices, Unlock } from "./messages.js";
@@ -70,26 +71,27 @@ function App() {
     <main class=${lost ? "stale" : ""}>
       ${locked && html`<${Unlock} ...${locked} onKey=${unlock} />`}
       ${!locked && html`<${Notices} update=${update} lost=${lost} />`}
-      ${shown && html`<${Figures} update=${update} theme=${theme} keyed=${key !== null} />`}
+      ${shown && html`<${Figures} update=${update} theme=${theme} adminKey=${key} />`}
       ${!shown && !locked && !lost && html`<p class="waiting">Connecting to the gateway…</p>`}
     </main>
     ${shown && html`<${Footer} snapshot=${update.snapshot} />`}
   `;
 }
 
-function Figures({ update, theme, keyed }) {
-  const { snapshot, series, ever } = update;
+function Figures({ update, theme, adminKey }) {
+  const { snapshot, series, ever, eviction } = update;
   const said = WINDOWS[update.window].said;
   const pool = html`<${Pool} replicas=${snapshot.replicas} said=${said} />`;
-  if (ever === 0) return html`<${Empty} snapshot=${snapshot} keyed=${keyed} />${pool}`;
+  if (ever === 0) return html`<${Empty} snapshot=${snapshot} keyed=${adminKey !== null} />${pool}`;
   return html`
     <${Headline} totals=${snapshot.totals} said=${said} />
     <section class="charts" aria-label=${`Charts, ${update.window === "all" ? "last 24 hours" : said}`}>
-      <${HitRateChart} series=${series} theme=${theme} />
+      <${HitRateChart} series=${series} theme=${theme} changes=${eviction.changes} />
       <${PrefillChart} series=${series} theme=${theme} />
       <${TtftChart} series=${series} theme=${theme} />
     </section>
     ${pool}
+    <${Eviction} eviction=${eviction} keyHeader=${adminKey ? { authorization: `Bearer ${adminKey}` } : {}} />
     <${Tables} snapshot=${snapshot} said=${said} />
   `;
 }

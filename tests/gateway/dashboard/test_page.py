@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import re
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import uvicorn
-from litestar import Litestar, Response, Router
+from litestar import Litestar, Request, Response, Router, put
 from litestar.connection import ASGIConnection
 from litestar.di import Provide
 from litestar.exceptions import NotAuthorizedException
 from litestar.handlers import BaseRouteHandler
 
-from gateway.config import RedisConfig
+from engine.wire import EngineInfo
+from gateway.config import RedisConfig, WhatIfConfig
 from gateway.dashboard.feed import Feed
 from gateway.dashboard.routes import asset, events, page
+from gateway.eviction import EvictionControl, PolicyChange
+from gateway.replicas.base import Replica
 from gateway.stats.record import RequestRecord
 from gateway.stats.statistics import Statistics
+from gateway.stats.whatif import WhatIf
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+
+
+def _replica(id: str) -> Replica:
+    return cast(Replica, SimpleNamespace(id=id))
+
+
+def _info() -> EngineInfo:
+    return EngineInfo("m", "", "f", "b", 4096, 64, 16, "f", "cpu", 1000, (), "lru", 512)
+
+
+def _seconds(_replica: str, tokens: int) -> float:
+    return 0.001 * tokens
 
 
 class Site:
@@ -34,6 +53,8 @@ class Site:
 
     def __init__(self, key: str | None = None) -> None:
         self.statistics = Statistics(RedisConfig(url="redis://localhost:1"))
+        self.eviction = EvictionControl({}, "lru")
+        self.whatif = WhatIf(WhatIfConfig(policies=("s3fifo",)), policy=lambda: self.eviction.policy, seconds=_seconds)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -43,7 +64,7 @@ class Site:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        feed = Feed(self.statistics)
+        feed = Feed(self.statistics, self.eviction, self.whatif)
 
         def wants_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
             if self._key is not None and connection.headers.get("authorization") != f"Bearer {self._key}":
@@ -53,7 +74,7 @@ class Site:
             return Response({"error": {"message": error.detail}}, status_code=401)
 
         app = Litestar(
-            [page, asset, Router("/", route_handlers=[events], guards=[wants_key])],
+            [page, asset, Router("/", route_handlers=[events, self._switch()], guards=[wants_key])],
             dependencies={"feed": Provide(lambda: feed, sync_to_thread=False)},
             exception_handlers={NotAuthorizedException: refused},
         )
@@ -71,6 +92,18 @@ class Site:
             self._server.should_exit = self._server.force_exit = True
             self._thread.join(10)
             self._server = None
+
+    def _switch(self) -> Any:
+        """The operator's route over no replicas."""
+
+        @put("/admin/policy")
+        async def switch(request: Request[Any, Any, Any]) -> dict[str, Any]:
+            change = PolicyChange(time.time(), self.eviction.policy, (await request.json())["policy"])
+            self.eviction.changes.append(change)
+            self.eviction.policy = change.after
+            return {"policy": change.after, "replicas": {}}
+
+        return switch
 
     def record(self, count: int, **changes: Any) -> None:
         fields: dict[str, Any] = {"template": "support", "cached_tokens": 50, "finished_at": time.time()} | changes
@@ -130,11 +163,11 @@ def test_figures_arrive_and_move_without_a_reload(site: Site, browser: Any) -> N
         headline = tab.get_by_role("region", name="Headline figures, last 15 minutes")
         headline.get_by_text("50.0%", exact=True).wait_for()
         headline.get_by_text("200 of 400 prompt tokens").wait_for()
-        tab.get_by_role("table").first.get_by_role("rowheader", name="support").wait_for()
+        tab.get_by_role("rowheader", name="support").wait_for()
         assert tab.locator("canvas").count() == 3
         site.record(4, cached_tokens=100)
         headline.get_by_text("75.0%", exact=True).wait_for()
-        assert tab.get_by_role("status").inner_text() == "Live"
+        assert tab.locator("header").get_by_role("status").inner_text() == "Live"
 
 
 def test_an_empty_gateway_says_what_to_do(site: Site, browser: Any) -> None:
@@ -207,3 +240,23 @@ def test_a_chosen_theme_is_kept(site: Site, browser: Any) -> None:
         tab.reload()
         assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
         assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 22)"
+
+
+def test_the_policy_is_switched_where_its_alternatives_are_shown(site: Site, browser: Any) -> None:
+    site.record(4)
+    site.whatif.on_ready(_replica("engine-0"), _info())
+    rng = random.Random(1)
+    for number in range(600):
+        name = rng.randrange(5) if rng.random() < 0.5 else 100 + number
+        keys = [name.to_bytes(4, "little") + bytes([i]) + b"\0" * 11 for i in range(20)]
+        site.whatif.observe("engine-0", keys, 321, 0)
+    with opened(browser, site.url) as tab:
+        section = tab.get_by_role("region", name="Eviction what if, last hour").first
+        section.get_by_text("Switch from lru to s3fifo").wait_for()
+        section.get_by_role("columnheader", name="64 blocks (now)").wait_for()
+        assert section.get_by_role("button", name="Switch").is_disabled()
+        section.get_by_label("Policy").select_option("s3fifo")
+        section.get_by_role("button", name="Switch").click()
+        section.get_by_text("Now s3fifo.").wait_for()
+        section.get_by_role("rowheader", name="s3fifo (in force)").wait_for()
+        tab.get_by_role("img", name=re.compile("lru → s3fifo")).wait_for()
