@@ -1,6 +1,6 @@
 """How near ghost caches come to a full replay, and what they cost.
 
-    python benchmarks/ghosts.py ../shared/data --strides 4,16,32
+    python -m benchmarks.ghosts ../shared/data --strides 4,16,32
 
 For the hoisted RAG log and the Mooncake conversations, and per stride: the estimated block hit rate of each policy and
 size less the replayed one, in points, and the processor time per request that all ghosts together took.
@@ -9,16 +9,14 @@ size less the replayed one, in points, and the processor time per request that a
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.policies import load
 from cache_policy.ghosts import Ghost, GhostCaches
 from cache_policy.replay import replay
 from cache_policy.traces import Trace
@@ -50,7 +48,6 @@ def main() -> None:
     arguments = parser.parse_args()
     policies = arguments.policies.split(",")
     strides = [int(stride) for stride in arguments.strides.split(",")]
-    load = _policies_benchmark().load
     for name in TRACES:
         trace: Trace = load(arguments.data, name)
         ghosts = [
@@ -78,17 +75,6 @@ def main() -> None:
         table.add_section()
         table.add_row("µs per request", "", "", *(f"{1e6 * estimates[stride][1]:.0f}" for stride in strides))
         Console().print(table)
-
-
-def _policies_benchmark() -> ModuleType:
-    """The benchmark beside this one, which knows how to load the traces."""
-    spec = importlib.util.spec_from_file_location("policies_benchmark", Path(__file__).with_name("policies.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

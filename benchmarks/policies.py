@@ -1,7 +1,7 @@
 """Replay every policy on the reference traces and print how much of the gap between LRU and the optimum each closes.
 
-    python benchmarks/policies.py ../shared/data            # everything, about ten minutes on one quiet core
-    python benchmarks/policies.py ../shared/data --policies lru,adaptive,opt --traces rag_hoisted --sizes 2,5
+    python -m benchmarks.policies ../shared/data            # everything, about ten minutes on one quiet core
+    python -m benchmarks.policies ../shared/data --policies lru,adaptive,opt --traces rag_hoisted --sizes 2,5
 
 Prefix semantics; rates are token hit rates in percent. Where `ORACLES.json` has a figure, the last column says by how
 many points ours differs from it. The RAG series are made from the request log with the default model's tokenizer.
@@ -11,7 +11,6 @@ The speed column is block touches per second of processor time.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.rag_trace import rag_trace_lines
 from cache_policy.replay import REPLAY_POLICY_NAMES, replay
 from cache_policy.traces import Trace, read_trace
 from gateway.cli.terminal import NOTES, fetch_model, progress_bar
@@ -48,15 +48,10 @@ def load(data: Path, name: str) -> Trace:
     """A trace of ``data``, or one made from its RAG log."""
     if not name.startswith("rag"):
         return read_trace(data / "traces" / f"{name}.jsonl.gz")
-    spec = importlib.util.spec_from_file_location("rag_trace", Path(__file__).with_name("rag_trace.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     tokenizer = fetch_model("smollm2-135m-instruct") / "tokenizer.json"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.jsonl"
-        lines = module.rag_trace_lines(data / "rag_xquad_en", tokenizer, hoist=name == "rag_hoisted")
+        lines = rag_trace_lines(data / "rag_xquad_en", tokenizer, hoist=name == "rag_hoisted")
         path.write_text("\n".join(lines))
         return read_trace(path)
 

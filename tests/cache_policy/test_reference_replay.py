@@ -1,4 +1,4 @@
-"""Hit rates on recorded traces equal those of an independent simulator. ``benchmarks/policies.py`` has all of them."""
+"""Hit rates on recorded traces equal those of an independent simulator. ``benchmarks.policies`` has all of them."""
 
 from __future__ import annotations
 

@@ -32,6 +32,9 @@ OPERATOR = [
     ("GET", "/admin/stats"),
     ("GET", "/admin/replicas"),
     ("POST", "/admin/cache/reset"),
+    ("GET", "/admin/policy"),
+    ("PUT", "/admin/policy"),
+    ("GET", "/admin/whatif"),
     ("GET", "/metrics"),
     ("GET", "/dashboard/events"),
 ]
@@ -50,7 +53,9 @@ def _key(key: str) -> dict[str, str]:
 
 
 async def _status(service: Service, method: str, path: str, **options: Any) -> int:
-    """The status alone: the event stream has no end."""
+    """The status alone: the event stream has no end. The one ``PUT`` gets the body it wants."""
+    if method == "PUT":
+        options["json"] = {"policy": "lru"}
     async with service.http.request(method, service.url + path, **options) as response:
         return response.status
 
