@@ -12,6 +12,7 @@ import torch
 from engine.batch import Chunk, ChunkResult
 from engine.errors import EngineError
 from engine.logprobs import token_logprobs
+from engine.penalties import Penalties, changes_logits
 from engine.wire import TokenLogprobs
 
 __all__ = ["Sampler", "uniform"]
@@ -23,11 +24,12 @@ _FIRST_CANDIDATES: Final = 256
 
 
 class Sampler:
-    """Turns one step's logits into what the chunks asked for."""
+    """Turns one step's logits into what the chunks asked for. Owns the counts behind the penalties."""
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         """``eos_token_ids`` are the model's own end-of-sequence tokens."""
         self._eos_token_ids = eos_token_ids
+        self._penalties = Penalties()
 
     def results(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[ChunkResult]:
         """One result per chunk.
@@ -54,7 +56,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[tuple[int, TokenLogprobs | None]]:
         """The next token of each chunk, and how likely it was where that is asked for.
 
-        Temperature, then top-k, top-p and min-p, in the order and with the meaning of transformers' logits processors.
+        Penalties and biases (see ``Penalties``) come first. Then temperature, top-k, top-p and min-p, in this order and
+        with the meaning of transformers' logits processors.
         The draw inverts the cumulative distribution in vocabulary order, so that a rounding in the logits moves it by
         no more than that rounding. Before ``min_tokens``, tokens that would end the request are not candidates.
         Log-probabilities are of the logits as they came.
@@ -70,6 +73,8 @@ class Sampler:
         asking = [row for row, chunk in enumerate(chunks) if chunk.sampling.logprobs is not None]
         own = logits[asking] if asking else None  # a copy
         for row, chunk in enumerate(chunks):
+            if changes_logits(chunk.sampling):
+                self._penalties.apply(logits[row], chunk)
             if forbidden := [token for token in self._forbidden(chunk) if 0 <= token < logits.shape[-1]]:
                 logits[row, forbidden] = float("-inf")
         best, most_likely = logits.max(dim=-1)

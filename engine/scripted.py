@@ -6,7 +6,7 @@ block that is wrong, stale or not computed yet therefore changes the text, as it
 After some tokens each token of the vocabulary has a made-up probability, which is what log-probabilities are told of:
 the greedy token is the most likely one, and following the ids from there (and from the last to 0) each is less likely
 than the one before by the same factor. Greedy token and factor are drawn from all that was read. Tokens drawn with a
-temperature come from anywhere in the vocabulary.
+temperature come from anywhere in the vocabulary. Penalties and biases change nothing here.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from benchmarks.side_by_side.limits import split
 from benchmarks.side_by_side.workload import OUTPUT_TOKENS
 from cache_policy.keys import token_bytes
-from engine.batch import Batch, Chunk
+from engine.batch import Batch, Chunk, ChunkResult
 from engine.core import EngineCore
 from engine.detokenize import IncrementalDetokenizer
 from engine.errors import EngineError
@@ -194,7 +194,7 @@ class _TimedRunner:
         self._runner = runner
         self.seconds = 0.0
 
-    def execute(self, batch: Batch) -> list[int | None]:
+    def execute(self, batch: Batch) -> list[ChunkResult]:
         started = time.perf_counter()
         try:
             return self._runner.execute(batch)

@@ -30,8 +30,65 @@ class NoText:
         return ""
 
 
-class ModelEngine:
-    """Runs prompts to their end through scheduler, block manager and model; checks the invariants at each step."""
+class DrivenEngine:
+    """Submits requests to a core, steps it, and keeps what each choice was told, by request and index."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.outputs: dict[tuple[int, int], list[Output]] = {}
+        self._next_id = 0
+
+    @property
+    def load(self) -> Load:
+        return self.core.load()
+
+    def stats(self) -> dict[str, Any]:
+        return self.core.call("stats", {})
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, n: int = 1, use_cache: bool = True) -> int:
+        """Queue a request; return its id."""
+        id = self._next_id
+        self._next_id += 1
+        self.outputs |= {(id, index): [] for index in range(n)}
+        self.core.submit(Submit(id, token_bytes(list(prompt)), ROOT, sampling, use_cache, n))
+        return id
+
+    def step(self) -> StepReport:
+        report = self.core.step()
+        assert report is not None
+        for output in report.outputs:
+            told = self.outputs[output.id, output.index]
+            assert not told or told[-1].finish_reason is None, "an output after the last one"
+            told.append(output)
+        return report
+
+    def run(self) -> None:
+        """Step until nothing is left to do; then nothing must be held either."""
+        while self.core.has_work():
+            self.step()
+        self.core.call("check", {})
+        load = self.load
+        assert (load.running, load.waiting, load.used_blocks, load.queued_tokens) == (0, 0, 0, 0)
+
+    def whole(self, id: int, index: int = 0) -> Output:
+        """All outputs of one choice as one."""
+        parts = self.outputs[id, index]
+        assert parts[-1].finish_reason is not None
+        return Output(
+            id,
+            "".join(part.text for part in parts),
+            tuple(token for part in parts for token in part.token_ids),
+            parts[-1].finish_reason,
+            parts[0].cached_tokens,
+            error=parts[-1].error,
+            index=index,
+            logprobs=tuple(entry for part in parts for entry in part.logprobs),
+            prompt_logprobs=parts[0].prompt_logprobs,
+        )
+
+
+class ModelEngine(DrivenEngine):
+    """Runs prompts to their end through scheduler, block manager and model; then the invariants are checked."""
 
     def __init__(
         self,
@@ -65,12 +122,22 @@ class ModelEngine:
             policy="lru",
             max_batch_tokens=max_batch_tokens,
         )
-        self.core = EngineCore(self.runner, info, detokenizer=lambda _stop: NoText(), max_running=max_running)
-        self._next_id = 0
+        super().__init__(EngineCore(self.runner, info, detokenizer=lambda _stop: NoText(), max_running=max_running))
 
-    @property
-    def load(self) -> Load:
-        return self.core.load()
+    def answers(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        use_cache: bool = True,
+    ) -> list[Output]:
+        """The whole answers to prompts that are submitted at once."""
+        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+        ids = [self.submit(prompt, chosen, use_cache=use_cache) for prompt, chosen in zip(prompts, each, strict=True)]
+        self.run()
+        answers = [self.whole(id) for id in ids]
+        assert [answer.error for answer in answers] == [None] * len(answers)
+        return answers
 
     def generate(
         self,
@@ -80,50 +147,24 @@ class ModelEngine:
         use_cache: bool = True,
     ) -> tuple[list[list[int]], list[int]]:
         """Generated tokens, and prompt tokens taken from the cache, of prompts that are submitted at once."""
-        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
-        first = self._next_id
-        self._next_id += len(prompts)
-        for id, (prompt, chosen) in enumerate(zip(prompts, each, strict=True), first):
-            self.core.submit(Submit(id, token_bytes(prompt), ROOT, chosen, use_cache))
-        tokens: list[list[int]] = [[] for _ in prompts]
-        cached = [-1] * len(prompts)
-        while self.core.has_work():
-            report = self.core.step()
-            assert report is not None
-            for output in report.outputs:
-                assert output.error is None, output.error
-                tokens[output.id - first] += output.token_ids
-                if output.cached_tokens is not None:
-                    cached[output.id - first] = output.cached_tokens
-        self.core.call("check", {})
-        assert self.load.used_blocks == 0
-        return tokens, cached
+        answers = self.answers(prompts, sampling, use_cache=use_cache)
+        return [[*answer.token_ids] for answer in answers], [answer.cached_tokens or 0 for answer in answers]
 
     def choices(self, prompt: list[int], sampling: Sampling, n: int) -> list[list[int]]:
         """Generated tokens of the ``n`` choices of one prompt."""
-        self.core.submit(Submit(self._next_id, token_bytes(prompt), ROOT, sampling, n=n))
-        self._next_id += 1
-        tokens: list[list[int]] = [[] for _ in range(n)]
-        while self.core.has_work():
-            report = self.core.step()
-            assert report is not None
-            for output in report.outputs:
-                assert output.error is None, output.error
-                tokens[output.index] += output.token_ids
-        self.core.call("check", {})
-        assert self.load.used_blocks == 0
-        return tokens
+        id = self.submit(prompt, sampling, n=n)
+        self.run()
+        answers = [self.whole(id, index) for index in range(n)]
+        assert [answer.error for answer in answers] == [None] * n
+        return [[*answer.token_ids] for answer in answers]
 
     def forget(self) -> None:
         """Make the cache cold."""
         self.core.call("reset_cache", {})
 
 
-class ScriptedEngine:
-    """An engine on a scripted runner; its invariants are checked after every step.
-
-    ``outputs`` are those of each choice, by request and index.
-    """
+class ScriptedEngine(DrivenEngine):
+    """An engine on a scripted runner; its invariants are checked after every step."""
 
     def __init__(
         self,
@@ -135,7 +176,7 @@ class ScriptedEngine:
         vocab_size: int = 1000,
         eos: tuple[int, ...] = (),
     ) -> None:
-        self.info = EngineInfo(
+        info = EngineInfo(
             model="scripted",
             root="",
             fingerprint="f",
@@ -151,62 +192,23 @@ class ScriptedEngine:
             max_batch_tokens=max_batch_tokens,
         )
         self.runner = ScriptedRunner(num_blocks, block_size, vocab_size=vocab_size, eos=eos)
-        self.core = EngineCore(self.runner, self.info, detokenizer=lambda _stop: NoText(), max_running=max_running)
-        self.outputs: dict[tuple[int, int], list[Output]] = {}
-        self._next_id = 0
+        super().__init__(EngineCore(self.runner, info, detokenizer=lambda _stop: NoText(), max_running=max_running))
 
-    def submit(self, prompt: Sequence[int], *, n: int = 1, use_cache: bool = True, **sampling: Any) -> int:
+    def queue(self, prompt: Sequence[int], *, n: int = 1, use_cache: bool = True, **sampling: Any) -> int:
         """Queue a request, by default greedy for 4 tokens; return its id."""
-        id = self._next_id
-        self._next_id += 1
-        self.outputs |= {(id, index): [] for index in range(n)}
         chosen = Sampling(**{"max_tokens": 4, "temperature": 0.0, **sampling})
-        self.core.submit(Submit(id, token_bytes(list(prompt)), ROOT, chosen, use_cache, n))
-        return id
-
-    def step(self) -> StepReport:
-        report = self.core.step()
-        assert report is not None
-        for output in report.outputs:
-            told = self.outputs[output.id, output.index]
-            assert not told or told[-1].finish_reason is None, "an output after the last one"
-            told.append(output)
-        self.core.call("check", {})
-        return report
-
-    def run(self) -> None:
-        """Step until nothing is left to do; then nothing must be held either."""
-        for _ in range(5000):
-            if not self.core.has_work():
-                break
-            self.step()
-        load = self.core.load()
-        assert (load.running, load.waiting, load.used_blocks, load.queued_tokens) == (0, 0, 0, 0)
-
-    def whole(self, id: int, index: int = 0) -> Output:
-        """All outputs of one choice as one."""
-        parts = self.outputs[id, index]
-        assert parts[-1].finish_reason is not None
-        return Output(
-            id,
-            "".join(part.text for part in parts),
-            tuple(token for part in parts for token in part.token_ids),
-            parts[-1].finish_reason,
-            parts[0].cached_tokens,
-            error=parts[-1].error,
-            index=index,
-            logprobs=tuple(entry for part in parts for entry in part.logprobs),
-            prompt_logprobs=parts[0].prompt_logprobs,
-        )
+        return self.submit(prompt, chosen, n=n, use_cache=use_cache)
 
     def ask(self, prompt: Sequence[int], **options: Any) -> Output:
-        """Submit a request, run until nothing is left to do, and return the whole of its first choice."""
-        id = self.submit(prompt, **options)
+        """Queue a request, run until nothing is left to do, and return the whole of its first choice."""
+        id = self.queue(prompt, **options)
         self.run()
         return self.whole(id)
 
-    def stats(self) -> dict[str, Any]:
-        return self.core.call("stats", {})
+    def step(self) -> StepReport:
+        report = super().step()
+        self.core.call("check", {})
+        return report
 
 
 @pytest.fixture

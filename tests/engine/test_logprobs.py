@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from engine.admission import MAX_PROMPT_LOGPROBS
+from engine.models.catalog import DEFAULT_MODEL, ensure_model
 from engine.scheduler import MAX_SCORED
-from engine.wire import Output, TokenLogprobs
+from engine.wire import Output, Sampling, TokenLogprobs
 
 
 def noise(seed: int, count: int, below: int = 1000) -> list[int]:
@@ -80,7 +85,7 @@ def test_f1_prompt_logprobs_are_the_same_cold_and_warm(length: int, scripted_eng
 def test_prompt_logprobs_neither_wait_for_a_prefix_in_flight_nor_keep_others_from_it(scripted_engine: Any) -> None:
     engine = scripted_engine(max_batch_tokens=64)
     prompt = noise(1, 180)
-    ids = [engine.submit(prompt, prompt_logprobs=2), engine.submit(prompt, prompt_logprobs=2), engine.submit(prompt)]
+    ids = [engine.queue(prompt, prompt_logprobs=2), engine.queue(prompt, prompt_logprobs=2), engine.queue(prompt)]
     engine.run()
     first, second, third = (engine.whole(id) for id in ids)
     assert first.prompt_logprobs == second.prompt_logprobs
@@ -94,7 +99,7 @@ def test_prompt_logprobs_survive_preemption_and_are_computed_once(scripted_engin
     prompts = [noise(seed, 60) for seed in range(6)]
     expected = [roomy.ask(prompt, max_tokens=60, logprobs=2, prompt_logprobs=2) for prompt in prompts]
     tight = scripted_engine(num_blocks=20, max_batch_tokens=40)
-    ids = [tight.submit(prompt, max_tokens=60, logprobs=2, prompt_logprobs=2) for prompt in prompts]
+    ids = [tight.queue(prompt, max_tokens=60, logprobs=2, prompt_logprobs=2) for prompt in prompts]
     tight.run()
     assert tight.core.load().preemptions > 0
     for id, prompt, whole in zip(ids, prompts, expected, strict=True):
@@ -111,7 +116,7 @@ def test_a_preempted_prefill_goes_on_with_the_prompt_logprobs_that_it_has(steps:
     expected = engine.ask(prompt, prompt_logprobs=3)
     engine.core.call("reset_cache", {})
     computed = engine.runner.computed_tokens
-    id = engine.submit(prompt, prompt_logprobs=3)
+    id = engine.queue(prompt, prompt_logprobs=3)
     for _ in range(steps):
         engine.step()
     (sequence,) = engine.core._scheduler.running
@@ -132,8 +137,8 @@ def test_no_step_scores_more_prompt_tokens_than_it_may(scripted_engine: Any, mon
         return execute(batch)
 
     monkeypatch.setattr(engine.runner, "execute", watched)
-    ids = [engine.submit(noise(seed, 170), prompt_logprobs=1) for seed in range(4)]
-    plain = engine.submit(noise(9, 200))
+    ids = [engine.queue(noise(seed, 170), prompt_logprobs=1) for seed in range(4)]
+    plain = engine.queue(noise(9, 200))
     engine.step()
     assert engine.outputs[plain, 0], "others are not held up"
     engine.run()
@@ -146,7 +151,7 @@ def test_no_step_scores_more_prompt_tokens_than_it_may(scripted_engine: Any, mon
 def test_each_choice_has_its_own_logprobs_and_the_first_those_of_the_prompt(scripted_engine: Any) -> None:
     engine = scripted_engine()
     prompt = noise(1, 30)
-    id = engine.submit(prompt, n=3, temperature=1.0, seed=5, logprobs=2, prompt_logprobs=0)
+    id = engine.queue(prompt, n=3, temperature=1.0, seed=5, logprobs=2, prompt_logprobs=0)
     engine.run()
     wholes = [engine.whole(id, index) for index in range(3)]
     assert [len(whole.prompt_logprobs) for whole in wholes] == [29, 0, 0]
@@ -157,7 +162,7 @@ def test_each_choice_has_its_own_logprobs_and_the_first_those_of_the_prompt(scri
 
 def test_an_abort_before_the_first_token_tells_no_part_of_the_prompt(scripted_engine: Any) -> None:
     engine = scripted_engine(max_batch_tokens=32)
-    id = engine.submit(noise(1, 100), prompt_logprobs=1)
+    id = engine.queue(noise(1, 100), prompt_logprobs=1)
     engine.step()
     engine.core.abort((id,))
     engine.run()
@@ -191,7 +196,7 @@ def test_f3_i10_what_is_out_of_range_is_refused_and_disturbs_nobody(
 ) -> None:
     engine = scripted_engine()
     expected = engine.ask(noise(2, 20)).token_ids
-    refused, other = engine.submit(noise(1, 20), **wrong), engine.submit(noise(2, 20))
+    refused, other = engine.queue(noise(1, 20), **wrong), engine.queue(noise(2, 20))
     engine.run()
     error = engine.whole(refused).error
     assert error is not None
@@ -206,3 +211,73 @@ def test_more_prompt_logprobs_than_fit_a_message_are_refused(scripted_engine: An
     error = engine.ask(noise(1, most + 1), prompt_logprobs=20).error
     assert error is not None
     assert str(most) in error[1]
+
+
+# --- real models -----------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 200,
+    "initializer_range": 0.2,
+    "eos_token_id": 2,
+}
+CONFIGS = {
+    "lean": lambda: transformers.LlamaConfig(**SMALL),
+    "modules": lambda: transformers.Gemma2Config(
+        **SMALL, query_pre_attn_scalar=16, sliding_window=9, final_logit_softcapping=5.0
+    ),
+}
+
+
+def check_model(told: tuple[TokenLogprobs, ...], expected: torch.Tensor, token_ids: list[int], count: int) -> None:
+    """Entries against rows of log-probabilities by transformers."""
+    assert len(told) == len(token_ids)
+    for entry, row, token in zip(told, expected, token_ids, strict=True):
+        check_entry(entry, token, count)
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert entry.rank == pytest.approx(int((row > row[token]).sum()) + 1, abs=1)
+        best = row.topk(count).values.tolist()
+        assert [logprob for _, logprob in entry.top] == pytest.approx(best, abs=1e-4)
+        for place, logprob in entry.top:
+            assert logprob == pytest.approx(float(row[place]), abs=1e-4)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_f1_logprobs_are_those_of_the_model_whatever_is_cached_or_cut(
+    family: str, tiny_model: Callable[..., tuple[Any, Path]], model_engine: Callable[..., Any]
+) -> None:
+    model, folder = tiny_model(CONFIGS[family]())
+    prompts = [noise(1, 1, 211), noise(2, 24, 211), noise(2, 16, 211) + noise(3, 9, 211), noise(4, 14, 211)]
+    for options in ({"max_batch_tokens": 64}, {"max_batch_tokens": 7}, {"num_blocks": 24, "max_batch_tokens": 9}):
+        engine = model_engine(folder, **options)
+        for _ in range(2):
+            sampling = Sampling(24, temperature=1.0, seed=3, ignore_eos=True, logprobs=4, prompt_logprobs=3)
+            for prompt, output in zip(prompts, engine.answers(prompts, sampling), strict=True):
+                whole = [*prompt, *output.token_ids]
+                with torch.inference_mode():
+                    rows = model(input_ids=torch.tensor([whole])).logits[0].float().log_softmax(-1)
+                check_model(output.prompt_logprobs, rows[: len(prompt) - 1], prompt[1:], 3)
+                check_model(output.logprobs, rows[len(prompt) - 1 : -1], list(output.token_ids), 4)
+                assert output.cached_tokens == 0
+    assert engine.load.preemptions > 0
+
+
+@pytest.mark.model
+def test_f1_prompt_logprobs_of_the_default_model_agree_cold_and_warm(model_engine: Callable[..., Any]) -> None:
+    engine = model_engine(ensure_model(DEFAULT_MODEL), num_blocks=16, block_size=16, threads=torch.get_num_threads())
+    prompt = tok(0, 40)
+    sampling = Sampling(1, temperature=0.0, prompt_logprobs=1)
+    cold, warm = (engine.answers([prompt], sampling)[0] for _ in range(2))
+    (plain,) = engine.answers([prompt], Sampling(1, temperature=0.0))
+    assert plain.cached_tokens == 32
+    assert len(cold.prompt_logprobs) == len(warm.prompt_logprobs) == 39
+    for once, again, token in zip(cold.prompt_logprobs, warm.prompt_logprobs, prompt[1:], strict=True):
+        check_entry(once, token, 1)
+        assert again.logprob == pytest.approx(once.logprob, abs=1e-4)
+        assert again.top[0][1] == pytest.approx(once.top[0][1], abs=1e-4)
