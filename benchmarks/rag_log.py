@@ -19,12 +19,12 @@ from typing import Any
 from rich.progress import MofNCompleteColumn
 
 from gateway.cli.terminal import NOTES, fetch_model, print_json, progress_bar
-from gateway.configuration import load_config
+from gateway.configuration import load_config, model_spec
 from gateway.demo.client import Client
 from gateway.demo.passes import run_pass
 from gateway.logs import configure_logging
 from gateway.server import run, serving
-from gateway.service import local_gateway
+from gateway.service import configured_gateway
 
 AS_WRITTEN = {"order": "preserve", "hoist": "off"}
 
@@ -62,7 +62,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     overrides |= {"engine.model": arguments.model, "engine.kv_blocks": arguments.kv_blocks}
     config = load_config(overrides=overrides)
     configure_logging(config.server.log_level)
-    gateway = local_gateway(config, fetch_model(config.engine.model))
+    gateway = configured_gateway(config, fetch_model(model_spec(config.engine)))
     bodies = read_bodies(arguments.folder, requests=arguments.requests, k=arguments.k, model=gateway.model)
     as_written = [body | {"headstart": body["headstart"] | AS_WRITTEN} for body in bodies]
     figures: dict[str, Any] = {"k": arguments.k, "kv_blocks": arguments.kv_blocks, "model": gateway.model}

@@ -22,6 +22,7 @@ __all__ = [
     "LimitsConfig",
     "OrderMode",
     "RedisConfig",
+    "ReplicaConfig",
     "ServerConfig",
     "TemplateConfig",
     "TraceConfig",
@@ -46,16 +47,17 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[engine]``: the local engines.
 
-    ``model`` is a name of ``headstart model list``, a Hugging Face folder or a GGUF file. ``served_name`` is
-    the name clients use (default: the model's name). ``kv_blocks`` 0 sizes the pool from free memory.
+    ``model`` is a name of ``headstart model list``, a Hugging Face folder or a GGUF file (default: the default model,
+    or what the ``replicas`` serve). ``served_name`` is the name clients use (default: the model's name). ``engines``
+    are started: one by default, none where there are ``replicas``. ``kv_blocks`` 0 sizes the pool from free memory.
     ``device`` is ``cpu``, or ``cuda`` or ``cuda:N`` for a GPU. ``kv_dtype`` auto keeps the cache in ``dtype``.
     ``threads`` 0 shares the cores among the engines. ``max_batch_tokens`` is the token budget of a step
     (prefill chunks and decodes together).
     """
 
-    model: str = "smollm2-135m-instruct"
+    model: str | None = None
     served_name: str | None = None
-    engines: Annotated[int, Meta(ge=0, le=64)] = 1
+    engines: Annotated[int, Meta(ge=0, le=64)] | None = None
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
@@ -65,6 +67,20 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_tokens: _Positive = 512
     max_running: _Positive = 32
     threads: Annotated[int, Meta(ge=0)] = 0
+
+
+class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[[replicas]]``: an OpenAI-compatible server (vLLM, SGLang, llama.cpp) that generates for this gateway.
+
+    ``url`` is its base, with or without ``/v1``. ``model`` is the name by which it serves the model (default: the only
+    one it has), ``api_key`` the key it wants. An answer on which nothing comes for ``idle_timeout_s`` seconds after its
+    beginning is given up.
+    """
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    idle_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
 
 
 class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -161,11 +177,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything ``headstart.toml`` can say. ``keys`` maps the SHA-256 (hex) of an API key to its owner.
 
     ``secret`` is the deployment secret under which block keys are derived; gateways that share statistics must
-    share it.
+    share it. An entry of ``replicas`` may be the URL alone.
     """
 
     server: ServerConfig = ServerConfig()
     engine: EngineConfig = EngineConfig()
+    replicas: tuple[ReplicaConfig | str, ...] = ()
     redis: RedisConfig = RedisConfig()
     canonical: CanonicalConfig = CanonicalConfig()
     templates: dict[str, TemplateConfig] = {}

@@ -15,14 +15,28 @@ from typing import Any, Final
 import msgspec
 
 from cache_policy.policy import POLICY_NAMES
-from gateway.config import ClassConfig, Config, EngineConfig
+from engine.models.catalog import DEFAULT_MODEL
+from gateway.config import ClassConfig, Config, EngineConfig, ReplicaConfig
 from gateway.errors import ConfigError
 
-__all__ = ["ENVIRONMENT_PREFIX", "check_config", "is_loopback", "load_config", "served_model_name"]
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "check_config",
+    "is_loopback",
+    "load_config",
+    "local_engines",
+    "model_spec",
+    "remote_replicas",
+    "served_model_name",
+]
 
 ENVIRONMENT_PREFIX: Final = "HEADSTART__"
 
 _SHA256_HEX: Final = re.compile(r"[0-9a-f]{64}")
+_REPLICA_URL: Final = re.compile(
+    r"(?P<origin>https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:(?P<port>\d{1,5}))?)(?P<path>(/[a-z0-9._~-]*)*)",
+    re.IGNORECASE,
+)
 
 _Tree = dict[str, Any]
 
@@ -63,13 +77,15 @@ def check_config(config: Config) -> None:
 
     Raises:
         ConfigError: A key that is no SHA-256, an empty secret, an unknown policy or class, two classes of one priority,
-            or a gateway open to the network without keys.
+            a replica's URL that is none, nothing that could answer, or a gateway open to the network without keys.
     """
     if config.secret == "":
         raise ConfigError("secret is empty: give a long random string, or leave it out and each start makes its own.")
     for digest in config.keys:
         _check_digest(digest, "keys")
     _check_classes(config)
+    if not remote_replicas(config) and not local_engines(config):
+        raise ConfigError("engine.engines is 0 and there are no replicas: nothing could answer.")
     if config.admin.key_sha256 is not None:
         _check_digest(config.admin.key_sha256, "admin.key_sha256")
         if config.admin.key_sha256 in config.keys:
@@ -87,14 +103,51 @@ def check_config(config: Config) -> None:
         )
 
 
+def model_spec(config: EngineConfig) -> str:
+    """The model as configured, else the default one."""
+    return config.model or DEFAULT_MODEL
+
+
 def served_model_name(config: EngineConfig) -> str:
     """The name clients use: as configured, else the model's own, which for a path is that of the folder or file."""
     if config.served_name is not None:
         return config.served_name
-    path = Path(config.model).expanduser()
+    spec = model_spec(config)
+    path = Path(spec).expanduser()
     if path.exists():
         return path.resolve().name.removesuffix(".gguf")
-    return config.model
+    return spec
+
+
+def local_engines(config: Config) -> int:
+    """How many engines the gateway starts: as configured, else one, but none where there are remote replicas."""
+    return config.engine.engines if config.engine.engines is not None else int(not config.replicas)
+
+
+def remote_replicas(config: Config) -> list[ReplicaConfig]:
+    """The remote replicas, their URLs without ``/v1`` and slash at the end.
+
+    Raises:
+        ConfigError: A URL is none that a replica can have, or stands there twice.
+    """
+    replicas: dict[str, ReplicaConfig] = {}
+    for entry in config.replicas:
+        replica = ReplicaConfig(entry) if isinstance(entry, str) else entry
+        url = _replica_url(replica.url)
+        if url in replicas:
+            raise ConfigError(f"replicas: {url} is given twice.")
+        replicas[url] = msgspec.structs.replace(replica, url=url)
+    return list(replicas.values())
+
+
+def _replica_url(given: str) -> str:
+    if "@" in given:  # not repeated: it may hold a password
+        raise ConfigError("replicas: a URL holds a user name; give the server's key as api_key of [[replicas]].")
+    match = _REPLICA_URL.fullmatch(given)
+    if match is None or not 0 < int(match["port"] or 80) < 65536:
+        raise ConfigError(f"replicas: {given!r} is no URL of a server: give http://HOST:PORT.")
+    path = match["path"].rstrip("/").removesuffix("/v1").rstrip("/")
+    return match["origin"].lower() + path
 
 
 def is_loopback(host: str) -> bool:

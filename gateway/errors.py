@@ -20,6 +20,7 @@ __all__ = [
     "PermissionDeniedError",
     "ReplicaError",
     "ReplicaLost",
+    "ReplicaRefusal",
     "ReplicaUnavailable",
     "RequestTimeoutError",
 ]
@@ -142,6 +143,31 @@ class ReplicaError(HeadstartError):
 
     status = 502
     code = "replica_error"
+
+
+class ReplicaRefusal(HeadstartError):
+    """A remote replica refuses the request for the caller's sake: its own answer, which the caller gets.
+
+    ``status`` is below 500. The message is the replica's and may quote the request: it goes to the caller alone.
+    """
+
+    type = "invalid_request_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        type: str | None = None,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.status = status
+        self.retry_after = retry_after
+        if type is not None:
+            self.type = type
 
 
 class ReplicaUnavailable(HeadstartError):

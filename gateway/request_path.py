@@ -183,5 +183,6 @@ def _checked_ids(prompt: list[Any], vocab_size: int) -> list[int]:
     if any(isinstance(item, bool) or not isinstance(item, int) for item in prompt):
         raise InvalidRequestError("prompt must be a string or a list of token ids.", param="prompt")
     if prompt and (min(prompt) < 0 or max(prompt) >= vocab_size):
-        raise InvalidRequestError(f"prompt holds a token id outside 0 to {vocab_size - 1}.", param="prompt")
+        message = f"prompt holds a token id outside 0 to {vocab_size - 1}."
+        raise InvalidRequestError(message, param="prompt", code="invalid_token")
     return prompt

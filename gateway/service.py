@@ -13,7 +13,7 @@ import structlog
 
 from engine.wire import EngineInfo
 from gateway.config import ClassConfig, Config, WhatIfConfig
-from gateway.configuration import check_config, served_model_name
+from gateway.configuration import check_config, local_engines, remote_replicas, served_model_name
 from gateway.errors import OverloadedError
 from gateway.eviction import EvictionControl
 from gateway.generation import Dispatcher, Generation
@@ -22,14 +22,16 @@ from gateway.plan import Caller
 from gateway.prompt import PromptRenderer
 from gateway.replicas.base import Replica, ReplicaState
 from gateway.replicas.engine import EngineReplica
+from gateway.replicas.openai_http import OpenAIReplica
 from gateway.replicas.supervisor import EngineLauncher, engine_command, require_engine_packages
+from gateway.replicas.tokenizer_proof import TokenizerProof
 from gateway.request_path import RequestPath
 from gateway.routing.router import Router
 from gateway.stats.recorder import TraceRecorder
 from gateway.stats.statistics import Statistics
 from gateway.stats.whatif import WhatIf
 
-__all__ = ["Gateway", "local_gateway"]
+__all__ = ["Gateway", "configured_gateway"]
 
 _log = structlog.get_logger("headstart.gateway")
 
@@ -161,16 +163,21 @@ class Gateway:
             )
 
 
-def local_gateway(config: Config, folder: Path) -> Gateway:
-    """A gateway over engine processes of its own, which serve the model in ``folder``.
+def configured_gateway(config: Config, folder: Path) -> Gateway:
+    """A gateway over the engine processes and the remote replicas of ``config``, which serve the model in ``folder``.
 
     Raises:
-        ConfigError: The configuration or the folder cannot be used, or no engine can run in this Python.
+        ConfigError: The configuration or the folder cannot be used, or engines are wanted and this Python runs none.
     """
-    require_engine_packages()
     model = served_model_name(config.engine)
-    command = engine_command(config.engine, folder, model)
-    replicas = [EngineReplica(f"engine-{index}", EngineLauncher(command)) for index in range(config.engine.engines)]
+    replicas: list[Replica] = []
+    if engines := local_engines(config):
+        require_engine_packages()
+        command = engine_command(config.engine, folder, model)
+        replicas += [EngineReplica(f"engine-{index}", EngineLauncher(command)) for index in range(engines)]
+    if remote := remote_replicas(config):
+        proof = TokenizerProof.of(folder)
+        replicas += [OpenAIReplica(f"replica-{i}", server, proof, model=model) for i, server in enumerate(remote)]
     return Gateway(config, model=model, folder=folder, replicas=replicas)
 
 

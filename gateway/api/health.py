@@ -59,6 +59,7 @@ def _degraded(gateway: Gateway) -> list[str]:
         if replica.state is not ReplicaState.READY:
             reason = f": {replica.down_reason}" if replica.down_reason else ""
             problems.append(f"{id} is {replica.state}{reason}")
+        problems += [f"{id}: {words}" for words in replica.degraded]
     store = gateway.statistics.store_status
     if store.state not in ("ok", "starting"):
         problems.append(f"statistics are not shared: {store.where} is {store.state}")

@@ -55,7 +55,7 @@ def demo(exit_at_once: bool, as_json: bool, requests: int, port: int, **engine: 
     both passes from a cold cache; the table shows what the second one saves. Takes some minutes on two cores.
     """
     from gateway.config import Config
-    from gateway.configuration import load_config
+    from gateway.configuration import load_config, model_spec
     from gateway.demo.application import Application
     from gateway.demo.corpus import read_corpus
     from gateway.demo.prompts import template_configs
@@ -63,7 +63,7 @@ def demo(exit_at_once: bool, as_json: bool, requests: int, port: int, **engine: 
     from gateway.demo.workload import draw_workload
     from gateway.logs import configure_logging
     from gateway.server import run
-    from gateway.service import local_gateway
+    from gateway.service import configured_gateway
 
     passages = read_corpus()
     retriever = Retriever(passages)
@@ -76,7 +76,7 @@ def demo(exit_at_once: bool, as_json: bool, requests: int, port: int, **engine: 
     overrides |= {f"templates.{name}.system": template.system for name, template in template_configs().items()}
     config: Config = load_config(overrides=overrides)
     configure_logging(config.server.log_level)
-    gateway = local_gateway(config, fetch_model(config.engine.model))
+    gateway = configured_gateway(config, fetch_model(model_spec(config.engine)))
     application = Application(retriever, gateway.model, max_tokens=MAX_TOKENS)
     out = NOTES if as_json else Console(highlight=False)
     show = _Show(gateway, application, draw_workload(requests), out)

@@ -27,7 +27,7 @@ def engine(address: str, **options: str | int | None) -> None:
     to it. `headstart serve` starts its own engines by itself and does not need this.
     """
     from engine.launch import module_environment
-    from gateway.configuration import load_config, served_model_name
+    from gateway.configuration import load_config, model_spec, served_model_name
     from gateway.replicas.supervisor import engine_command, require_engine_packages
 
     scheme, _, path = address.partition(":")
@@ -36,7 +36,7 @@ def engine(address: str, **options: str | int | None) -> None:
     require_engine_packages()
     overrides = {f"engine.{name}": value for name, value in options.items()}
     config = load_config(None, os.environ, overrides).engine
-    folder = fetch_model(config.model)
+    folder = fetch_model(model_spec(config))
     command = engine_command(config, folder, served_model_name(config))
     command += ["--socket", str(Path(path).absolute())]
     # It takes this process's place, so that signals and the exit code are its own.

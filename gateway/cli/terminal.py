@@ -58,8 +58,10 @@ def model_progress() -> Iterator[Callable[[str, float | None], None]]:
         yield report
 
 
-def fetch_model(spec: str) -> Path:
+def fetch_model(spec: str, *, for_engine: bool = True) -> Path:
     """The Hugging Face folder of ``spec``, pulled and converted under a progress bar when it is not there yet.
+
+    ``for_engine``: an engine will run it here, whose kernels are built meanwhile, so that it finds them ready.
 
     Raises:
         ModelError: It cannot be had; the message says what to do.
@@ -67,6 +69,7 @@ def fetch_model(spec: str) -> Path:
     from engine.models.catalog import ensure_model
     from engine.native.build import BackgroundBuild
 
-    BackgroundBuild()  # while a model is on its way, so that the first engine finds its kernels ready
+    if for_engine:
+        BackgroundBuild()
     with model_progress() as report:
         return ensure_model(spec, report)

@@ -59,7 +59,7 @@ class ReplicaObserver(Protocol):
         """(Re)started with an empty cache: whatever was believed of its blocks is void."""
 
     def on_down(self, replica: Replica, reason: str) -> None:
-        """Lost; its requests in flight have been ended with ``ReplicaLost``."""
+        """Lost; its requests in flight have been ended with ``ReplicaLost``, or end so on connections of their own."""
 
     def on_events(self, replica: Replica, events: tuple[CacheEvent, ...]) -> None:
         """Blocks were stored or removed."""
@@ -72,7 +72,8 @@ class Replica(Protocol):
     """One engine that serves one model.
 
     ``id`` is stable over restarts (``engine-0``) and safe in headers and metric labels. ``info`` and ``load`` are None
-    until the first ``on_ready``. ``down_reason`` says in words why ``state`` is not READY.
+    until the first ``on_ready``. ``down_reason`` says in words why ``state`` is not READY, ``degraded`` what does not
+    work as it should although it is.
     """
 
     id: str
@@ -80,6 +81,7 @@ class Replica(Protocol):
     info: EngineInfo | None
     load: Load | None
     down_reason: str | None
+    degraded: tuple[str, ...]
 
     def observe(self, observer: ReplicaObserver) -> None:
         """Report to ``observer`` from now on, after those that came before it."""

@@ -48,6 +48,7 @@ class EngineReplica:
         self.info: EngineInfo | None = None
         self.load: Load | None = None
         self.down_reason: str | None = None
+        self.degraded: tuple[str, ...] = ()
         self._source = source
         self._observers: list[ReplicaObserver] = []
         self._in_flight = InFlight()

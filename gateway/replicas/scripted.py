@@ -75,6 +75,7 @@ class ScriptedReplica:
         self.info: EngineInfo | None = None
         self.load: Load | None = None
         self.down_reason: str | None = None
+        self.degraded: tuple[str, ...] = ()
         self.submitted: list[GenerationRequest] = []
         """Every request that was ever submitted, oldest first."""
         self._tokenizer = tokenizer

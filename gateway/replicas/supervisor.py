@@ -48,8 +48,8 @@ def require_engine_packages() -> None:
 
 
 def engine_command(config: EngineConfig, folder: Path, served_name: str) -> list[str]:
-    """The command line of one engine but for its socket. Cores and memory are shared among ``config.engines``."""
-    threads = config.threads or max(1, _usable_cores() // max(1, config.engines))
+    """The command line of one engine but for its socket. Cores and memory are shared among its ``engines``."""
+    threads = config.threads or max(1, _usable_cores() // (config.engines or 1))
     share = MEMORY_SHARE if config.device == "cpu" else GPU_MEMORY_SHARE
     options = {
         "model": folder,
@@ -58,7 +58,7 @@ def engine_command(config: EngineConfig, folder: Path, served_name: str) -> list
         "dtype": config.dtype,
         "kv-dtype": config.kv_dtype,
         "kv-blocks": config.kv_blocks,
-        "memory-share": round(share / max(1, config.engines), 4),
+        "memory-share": round(share / (config.engines or 1), 4),
         "block-size": config.block_size,
         "policy": config.policy,
         "max-batch-tokens": config.max_batch_tokens,

@@ -86,6 +86,8 @@ class _StatisticsCollector(Collector):
             if (load := replica.load) is not None:
                 running.add_metric((replica.id,), load.running)
                 waiting.add_metric((replica.id,), load.waiting)
+                if replica.info is None or not replica.info.num_blocks:
+                    continue  # a remote server keeps its pool to itself
                 for state in ("used", "cached", "free"):
                     blocks.add_metric((replica.id, state), getattr(load, f"{state}_blocks"))
         return iter((up, blocks, running, waiting, evictions, preemptions))

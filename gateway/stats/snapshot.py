@@ -196,7 +196,7 @@ def replica_rows(table: Table, replicas: Iterable[Replica]) -> dict[str, Replica
             running=load.running if load else None,
             waiting=load.waiting if load else None,
             blocks=Blocks(load.used_blocks, load.cached_blocks, load.free_blocks, info.num_blocks, info.block_size)
-            if info and load
+            if info and load and info.num_blocks
             else None,
         )
     for name, sums in grouped.items():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,20 @@ from tokenizers import Tokenizer
 
 from engine.scripted import scripted_continuation
 from engine.wire import BlockStored, CacheEvent, EngineInfo, Load, Output, Sampling, StepTiming
+from gateway.config import Config, RedisConfig, ReplicaConfig, ServerConfig
 from gateway.errors import HeadstartError, ReplicaError, ReplicaLost, ReplicaUnavailable
 from gateway.replicas.base import GenerationRequest, Replica, ReplicaState
 from gateway.replicas.engine import EngineReplica
+from gateway.replicas.openai_http import OpenAIReplica
 from gateway.replicas.scripted import ScriptedReplica, scripted_info
 from gateway.replicas.supervisor import EngineLauncher
+from gateway.replicas.tokenizer_proof import TokenizerProof
 from gateway.server import run as run_on_our_loop
+from gateway.server import serving
+from gateway.service import Gateway
 
 from ..conftest import until
+from .relay import Relay
 
 WORKER = [sys.executable, str(Path(__file__).with_name("scripted_worker.py"))]
 ROOT = bytes(16)
@@ -31,13 +38,19 @@ TIMEOUT_S = 20.0
 
 
 class Bench:
-    """A replica under test, and how to kill what is behind it."""
+    """A replica under test, the engine that computes behind it, and how to kill what is behind it."""
 
-    def __init__(self, replica: Replica, kill: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, replica: Replica, kill: Callable[[], Awaitable[None]], engine: Replica | None = None) -> None:
         self.replica = replica
+        self.engine = engine or replica
         self.kill = kill
         self.heard = Recorder()
         replica.observe(self.heard)
+
+    @property
+    def running(self) -> int | None:
+        """Requests that the engine computes."""
+        return None if self.engine.load is None else self.engine.load.running
 
 
 class Recorder:
@@ -62,30 +75,50 @@ class Recorder:
         self.prefilled += timing.prefill_tokens
 
 
-@asynccontextmanager
-async def bench(kind: str, tokenizer: Tokenizer) -> AsyncIterator[Bench]:
-    replica: Any
-    if kind == "scripted":
-        replica = ScriptedReplica("r", tokenizer, scripted_info(tokenizer, num_blocks=64, max_model_len=1024))
+def scripted(tokenizer: Tokenizer) -> ScriptedReplica:
+    return ScriptedReplica("r", tokenizer, scripted_info(tokenizer, num_blocks=64, max_model_len=1024))
 
-        async def kill() -> None:
-            replica.lose()
-            await asyncio.sleep(0)
-            replica.recover()
-    else:
-        replica = EngineReplica("r", EngineLauncher(WORKER))
 
-        async def kill() -> None:
-            os.kill(int(replica.info.boot_id), signal.SIGKILL)
-            await until(lambda: replica.state is not ReplicaState.READY)
+async def scripted_bench(tokenizer: Tokenizer, folder: Path, stack: AsyncExitStack) -> Bench:
+    replica = scripted(tokenizer)
 
-    under_test = Bench(replica, kill)
-    await replica.start()
-    try:
-        await replica.wait_ready(TIMEOUT_S)
-        yield under_test
-    finally:
-        await replica.stop(0)
+    async def kill() -> None:
+        replica.lose()
+        await asyncio.sleep(0)
+        replica.recover()
+
+    return Bench(replica, kill)
+
+
+async def engine_bench(tokenizer: Tokenizer, folder: Path, stack: AsyncExitStack) -> Bench:
+    replica: Any = EngineReplica("r", EngineLauncher(WORKER))
+
+    async def kill() -> None:
+        os.kill(int(replica.info.boot_id), signal.SIGKILL)
+        await until(lambda: replica.state is not ReplicaState.READY)
+
+    return Bench(replica, kill)
+
+
+async def openai_bench(tokenizer: Tokenizer, folder: Path, stack: AsyncExitStack) -> Bench:
+    """Behind it is a gateway of our own, which is an OpenAI-compatible server like others."""
+    engine = scripted(tokenizer)
+    config = Config(server=ServerConfig(port=0, drain_grace_s=0.0), redis=RedisConfig(url="redis://127.0.0.1:1/0"))
+    url = await stack.enter_async_context(serving(Gateway(config, model="m", folder=folder, replicas=[engine])))
+    relay = await stack.enter_async_context(Relay(int(url.rpartition(":")[2])))
+    replica = OpenAIReplica("r", ReplicaConfig(relay.url), TokenizerProof.of(folder), model="m")
+
+    async def kill() -> None:
+        relay.cut()
+        engine.lose()
+        await until(lambda: replica.state is not ReplicaState.READY)
+        engine.recover()
+        await relay.listen()
+
+    return Bench(replica, kill, engine)
+
+
+BENCHES = {"scripted": scripted_bench, "engine": engine_bench, "openai": openai_bench}
 
 
 def ask(tokens: list[int], **sampling: Any) -> GenerationRequest:
@@ -98,7 +131,19 @@ async def answer(replica: Replica, request: GenerationRequest) -> list[Output]:
 
 
 def ids(outputs: list[Output]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
+    """The tokens of an answer, from its text: not every replica tells them, and each has a word of its own."""
+    text = "".join(output.text for output in outputs)
+    read = [int(number) for number in re.findall(r"w(\d+)", text)]
+    told = [token for output in outputs for token in output.token_ids]
+    assert told in ([], read)
+    assert text == "".join(f"w{token}" for token in read)
+    return read
+
+
+def cached(outputs: list[Output]) -> int:
+    """The cached tokens, which are told once."""
+    (tokens,) = [output.cached_tokens for output in outputs if output.cached_tokens is not None]
+    return tokens
 
 
 def prompt(start: int, count: int) -> list[int]:
@@ -108,13 +153,32 @@ def prompt(start: int, count: int) -> list[int]:
 Scenario = Callable[[Bench], Awaitable[None]]
 
 
-@pytest.fixture(params=["scripted", "engine"])
-def run(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Callable[[Scenario], None]:
+@asynccontextmanager
+async def bench(kind: str, tokenizer: Tokenizer, folder: Path) -> AsyncIterator[Bench]:
+    async with AsyncExitStack() as stack:
+        under_test = await BENCHES[kind](tokenizer, folder, stack)
+        replica = under_test.replica
+        await replica.start()
+        try:
+            await replica.wait_ready(TIMEOUT_S)
+            yield under_test
+        finally:
+            await replica.stop(0)
+
+
+@pytest.fixture(params=list(BENCHES))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def run(kind: str, tokenizer: Tokenizer, tmp_path: Path) -> Callable[[Scenario], None]:
     """Run a scenario on a fresh replica of each kind."""
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
 
     def run_scenario(scenario: Scenario) -> None:
         async def main() -> None:
-            async with bench(request.param, tokenizer) as under_test, asyncio.timeout(TIMEOUT_S):
+            async with bench(kind, tokenizer, tmp_path) as under_test, asyncio.timeout(TIMEOUT_S):
                 await scenario(under_test)
 
         run_on_our_loop(main())
@@ -122,14 +186,16 @@ def run(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Callable[[Scena
     return run_scenario
 
 
+ours = pytest.mark.parametrize("kind", ["scripted", "engine"])
+"""What only our own engine tells and obeys."""
+
+
 def test_an_answer_is_the_models_and_ends_once(run: Callable[[Scenario], None]) -> None:
     async def scenario(bench: Bench) -> None:
         outputs = await answer(bench.replica, ask(prompt(3, 40)))
         assert ids(outputs) == scripted_continuation(prompt(3, 40), 8, vocab_size=256)
-        assert "".join(output.text for output in outputs) == "".join(f"w{i}" for i in ids(outputs))
         assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
-        assert outputs[0].cached_tokens == 0
-        assert all(output.cached_tokens is None for output in outputs[1:])
+        assert cached(outputs) == 0
 
     run(scenario)
 
@@ -138,10 +204,12 @@ def test_a_second_request_hits_what_the_first_has_published(run: Callable[[Scena
     async def scenario(bench: Bench) -> None:
         first = await answer(bench.replica, ask(prompt(0, 64)))
         second = await answer(bench.replica, ask(prompt(0, 64)))
-        assert second[0].cached_tokens == 48
+        assert cached(second) == 48
         assert ids(first) == ids(second)
         bypass = GenerationRequest(prompt(0, 64), ROOT, Sampling(max_tokens=1, temperature=0.0), use_cache=False)
-        assert (await answer(bench.replica, bypass))[0].cached_tokens == 0
+        assert cached(await answer(bench.replica, bypass)) == 0
+        other = GenerationRequest(prompt(0, 64), bytes(range(16)), Sampling(max_tokens=1, temperature=0.0))
+        assert cached(await answer(bench.replica, other)) == 0, "another namespace"
 
     run(scenario)
 
@@ -156,13 +224,25 @@ def test_concurrent_requests_do_not_mix(run: Callable[[Scenario], None]) -> None
     run(scenario)
 
 
+def test_choices_are_told_apart(run: Callable[[Scenario], None]) -> None:
+    async def scenario(bench: Bench) -> None:
+        sampling = Sampling(max_tokens=8, temperature=0.0)
+        outputs = await answer(bench.replica, GenerationRequest(prompt(3, 40), ROOT, sampling, n=3))
+        for index in range(3):
+            of_one = [output for output in outputs if output.index == index]
+            assert ids(of_one) == scripted_continuation(prompt(3, 40), 8, vocab_size=256)
+            assert [output.finish_reason for output in of_one] == [None] * (len(of_one) - 1) + ["length"]
+
+    run(scenario)
+
+
 def test_closing_the_generator_aborts_at_the_replica(run: Callable[[Scenario], None]) -> None:
     async def scenario(bench: Bench) -> None:
         async with aclosing(bench.replica.generate(ask(prompt(0, 20), max_tokens=900))) as outputs:
             async for _ in outputs:
                 break
-        await until(lambda: bench.replica.load is not None and bench.replica.load.running == 0)
-        assert (await bench.replica.call("stats"))["used_blocks"] == 0
+        await until(lambda: bench.running == 0)
+        assert (await bench.engine.call("stats"))["used_blocks"] == 0
 
     run(scenario)
 
@@ -170,11 +250,11 @@ def test_closing_the_generator_aborts_at_the_replica(run: Callable[[Scenario], N
 def test_cancelling_the_reader_aborts_at_the_replica(run: Callable[[Scenario], None]) -> None:
     async def scenario(bench: Bench) -> None:
         task = asyncio.create_task(answer(bench.replica, ask(prompt(0, 20), max_tokens=900)))
-        await until(lambda: bench.replica.load is not None and bench.replica.load.running == 1)
+        await until(lambda: bench.running == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await until(lambda: bench.replica.load is not None and bench.replica.load.running == 0)
+        await until(lambda: bench.running == 0)
 
     run(scenario)
 
@@ -190,6 +270,7 @@ def test_what_cannot_be_served_is_the_callers_error(run: Callable[[Scenario], No
     run(scenario)
 
 
+@ours
 def test_observers_hear_of_blocks_and_steps(run: Callable[[Scenario], None]) -> None:
     async def scenario(bench: Bench) -> None:
         await answer(bench.replica, ask(prompt(0, 40)))
@@ -201,12 +282,17 @@ def test_observers_hear_of_blocks_and_steps(run: Callable[[Scenario], None]) -> 
     run(scenario)
 
 
-def test_calls_are_answered_or_refused(run: Callable[[Scenario], None]) -> None:
+def test_calls_are_answered_or_refused(kind: str, run: Callable[[Scenario], None]) -> None:
     async def scenario(bench: Bench) -> None:
         await answer(bench.replica, ask(prompt(0, 40)))
-        assert (await bench.replica.call("reset_cache"))["dropped"] == 2
-        assert (await answer(bench.replica, ask(prompt(0, 40))))[0].cached_tokens == 0
-        assert (await bench.replica.call("check")) == {"ok": True}
+        if kind == "openai":
+            with pytest.raises(ReplicaError, match="reset_cache"):
+                await bench.replica.call("reset_cache")
+            assert cached(await answer(bench.replica, ask(prompt(0, 40)))) == 32
+        else:
+            assert (await bench.replica.call("reset_cache"))["dropped"] == 2
+            assert cached(await answer(bench.replica, ask(prompt(0, 40)))) == 0
+            assert (await bench.replica.call("check")) == {"ok": True}
         with pytest.raises(ReplicaError, match="no-such"):
             await bench.replica.call("no-such")
 
@@ -229,7 +315,7 @@ def test_a_death_ends_requests_and_the_replica_comes_back_empty(run: Callable[[S
         await until(lambda: replica.state is ReplicaState.READY)
         assert bench.heard.calls == ["ready", "down", "ready"]
         assert replica.info.boot_id != first_boot
-        assert (await answer(replica, ask(prompt(0, 40))))[0].cached_tokens == 0
+        assert cached(await answer(replica, ask(prompt(0, 40)))) == 0
 
     run(scenario)
 
@@ -238,7 +324,7 @@ def test_a_stopped_replica_lets_requests_end_and_takes_no_more(run: Callable[[Sc
     async def scenario(bench: Bench) -> None:
         replica = bench.replica
         running = asyncio.create_task(answer(replica, ask(prompt(0, 20), max_tokens=400)))
-        await until(lambda: replica.load is not None and replica.load.running == 1)
+        await until(lambda: bench.running == 1)
         stopping = asyncio.create_task(replica.stop(TIMEOUT_S))
         await until(lambda: replica.state is ReplicaState.STOPPED)
         with pytest.raises(ReplicaUnavailable):
@@ -253,9 +339,11 @@ def test_a_stopped_replica_lets_requests_end_and_takes_no_more(run: Callable[[Sc
 def test_a_stop_without_grace_ends_requests_with_an_error(run: Callable[[Scenario], None]) -> None:
     async def scenario(bench: Bench) -> None:
         running = asyncio.create_task(answer(bench.replica, ask(prompt(0, 20), max_tokens=900)))
-        await until(lambda: bench.replica.load is not None and bench.replica.load.running == 1)
+        await until(lambda: bench.running == 1)
         await bench.replica.stop(0)
         with pytest.raises(ReplicaLost):
             await running
+        if bench.engine is not bench.replica:
+            await until(lambda: bench.running == 0)
 
     run(scenario)

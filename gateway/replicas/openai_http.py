@@ -1,0 +1,279 @@
+"""An OpenAI-compatible server (vLLM, SGLang, llama.cpp) as a replica: token ids in, server-sent events out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Final
+
+import aiohttp
+import structlog
+
+from engine.wire import EngineInfo, Load, Output
+from gateway.config import ReplicaConfig
+from gateway.errors import ReplicaError, ReplicaLost, ReplicaUnavailable
+from gateway.replicas.base import GenerationRequest, ReplicaObserver, ReplicaState
+from gateway.replicas.openai_completion import AnswerReader, BrokenAnswer, FailedAnswer, completion_body, refusal
+from gateway.replicas.openai_flight import Flight
+from gateway.replicas.openai_server import OpenAIServer, ServedModel, ServerUnfit, words_for
+from gateway.replicas.sse import EventStreamParser, EventTooLong
+from gateway.replicas.supervisor import RestartDelay
+from gateway.replicas.tokenizer_proof import TokenizerProof
+
+__all__ = ["OpenAIReplica"]
+
+_POLL_INTERVAL_S: Final = 1.0
+_STEADY_S: Final = 5.0  # after so long a life the next one may begin at once
+
+_BLOCK_SIZE: Final = 16
+"""What vLLM uses on GPUs. Nothing depends on it yet: no such replica tells which blocks it holds."""
+
+_NOT_THE_CALLERS: Final = frozenset({401, 403, 404, 405, 407, 408})
+"""4xx answers that are about how this gateway asks, and so for its operator to mend."""
+
+_log = structlog.get_logger("headstart.replica")
+
+
+class OpenAIReplica:
+    """A ``gateway.replicas.base.Replica`` over HTTP. Owns the connections to the server; belongs to one event loop.
+
+    The server is somebody else's and may come and go. It is looked at every second, and at once when a request finds
+    it gone. A request has a connection of its own, so that one which streams goes on while its connection does;
+    those that wait for their first token end with ``ReplicaLost`` when the server is found gone. Its pool, its queue
+    and the timing of its steps stay its own: ``load`` counts the requests that this gateway has there.
+    """
+
+    def __init__(self, id: str, config: ReplicaConfig, proof: TokenizerProof, *, model: str) -> None:
+        """``model`` is the name clients use, which is chosen where the server has several models."""
+        self.id = id
+        self.state = ReplicaState.STARTING
+        self.info: EngineInfo | None = None
+        self.load: Load | None = None
+        self.down_reason: str | None = None
+        self.degraded: tuple[str, ...] = ()
+        self._config: Final = config
+        self._proof: Final = proof
+        self._model: Final = model
+        self._observers: list[ReplicaObserver] = []
+        self._flights: set[Flight] = set()
+        self._boots = itertools.count(1)
+        self._server: OpenAIServer | None = None
+        self._served: ServedModel | None = None
+        self._changed = asyncio.Event()  # set at each change of state; replaced by whoever waits
+        self._look = asyncio.Event()  # somebody has a reason to look at the server now
+        self._landed = asyncio.Event()  # no request is in flight
+        self._landed.set()
+        self._life: asyncio.Task[None] | None = None
+        self._log = _log.bind(replica=id, url=config.url)
+
+    def observe(self, observer: ReplicaObserver) -> None:
+        """Report to ``observer`` from now on."""
+        self._observers.append(observer)
+
+    # --- life ------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to look for the server; returns without waiting for READY."""
+        assert self._life is None, "a replica is started once"
+        self._server = OpenAIServer(self._config)
+        self._life = asyncio.create_task(self._keep_looking(self._server), name=self.id)
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Return when READY. Raises ``ReplicaUnavailable`` after ``timeout`` seconds, or when it was stopped."""
+        try:
+            async with asyncio.timeout(timeout):
+                while self.state is not ReplicaState.READY:
+                    if self.state is ReplicaState.STOPPED:
+                        raise ReplicaUnavailable(f"{self.id} does not serve: {self.down_reason}.")
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            reason = f": {self.down_reason}" if self.down_reason else ""
+            raise ReplicaUnavailable(f"{self.id} was not ready within {timeout:.0f} s{reason}.") from None
+
+    async def stop(self, grace: float) -> None:
+        """Stop for good: running requests get ``grace`` seconds to end, then are aborted."""
+        was_ready = self.state is ReplicaState.READY
+        self._set_state(ReplicaState.STOPPED, "stopped")
+        if was_ready and grace > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace):
+                    await self._landed.wait()
+        for flight in list(self._flights):
+            flight.lose("the replica was stopped")
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.wait([self._life])
+            self._life = None
+        if self._server is not None:
+            await self._server.close()
+            self._server = None
+
+    async def _keep_looking(self, server: OpenAIServer) -> None:
+        delay = RestartDelay()
+        while True:
+            ready_at: float | None = None
+            try:
+                card = await server.look(self._model)
+                self._ready(await server.identify(card, self._proof))
+                ready_at = time.monotonic()
+                while self.state is ReplicaState.READY:
+                    await self._until_next_look()
+                    if await server.look(self._model) != card:
+                        raise ServerUnfit(f"{self._config.url} was given another model")
+                reason = self.down_reason or "lost"
+            except ServerUnfit as unfit:
+                reason = str(unfit)
+                for flight in list(self._flights):
+                    if not flight.produced:
+                        flight.lose(reason)
+            served_s = 0.0 if ready_at is None else time.monotonic() - ready_at
+            pause_s = delay.after(served_s)
+            self._down(reason)
+            await asyncio.sleep(0.0 if served_s >= _STEADY_S else pause_s)
+
+    async def _until_next_look(self) -> None:
+        # Not wait_for, which until Python 3.12 may swallow the cancellation that ends this task.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_POLL_INTERVAL_S):
+                await self._look.wait()
+        self._look.clear()
+
+    def _ready(self, served: ServedModel) -> None:
+        if self.state is ReplicaState.STOPPED:
+            return
+        self._served = served
+        self.info = EngineInfo(
+            model=served.card.id,
+            root=served.card.root or "",
+            fingerprint=f"{served.card.id} {served.card.root}",
+            boot_id=str(next(self._boots)),
+            max_model_len=served.max_model_len,
+            num_blocks=0,
+            block_size=_BLOCK_SIZE,
+            dtype="",
+            device=self._config.url,
+            vocab_size=self._proof.vocab_size,
+            eos_token_ids=(),
+            policy="",
+            max_batch_tokens=served.max_model_len,
+        )
+        self.degraded = () if served.proved else ("it offers no /tokenize, so that its tokenizer could not be checked",)
+        self._count_load()
+        self._set_state(ReplicaState.READY, None)
+        self._log.info(
+            "replica ready", model=served.card.id, context=served.max_model_len, tokenizer_proved=served.proved
+        )
+        for observer in self._observers:
+            observer.on_ready(self, self.info)
+
+    def _down(self, reason: str) -> None:
+        was_ready = self.state is ReplicaState.READY
+        if self.state is ReplicaState.STOPPED:
+            return
+        repeated = reason == self.down_reason
+        self._set_state(ReplicaState.DOWN, reason)
+        if not repeated:
+            self._log.warning("replica down", reason=reason)
+        if was_ready:
+            for observer in self._observers:
+                observer.on_down(self, reason)
+
+    def _set_state(self, state: ReplicaState, reason: str | None) -> None:
+        self.state = state
+        self.down_reason = reason
+        self._changed.set()
+
+    # --- work ------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
+        """Stream the outputs of one request; closing the generator closes its connection at once.
+
+        Raises: as ``Replica.generate``; ``ReplicaRefusal`` with what the server says where it refuses the request.
+        """
+        if self._server is None or self._served is None or self.info is None or self.state is not ReplicaState.READY:
+            raise ReplicaUnavailable(f"{self.id} is not ready: {self.down_reason or self.state}.")
+        body = completion_body(self._served.card.id, request)
+        flight, boot_id = Flight(self._config.idle_timeout_s), self.info.boot_id
+        answer, events = AnswerReader(request), EventStreamParser()
+        self._take_off(flight)
+        try:
+            await self._open(flight, self._server, body)
+            while not answer.done and (data := await flight.read()):
+                for event in events.feed(data):
+                    for output in answer.read(event):
+                        flight.produced = True
+                        yield output
+            last = answer.end()
+            await flight.finish()
+            if last.cached_tokens is None:
+                self._tell_of_missing_counts()
+            yield last
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(flight, boot_id, flight.loss or words_for(error)) from None
+        except (BrokenAnswer, EventTooLong) as error:
+            raise self._lost(flight, boot_id, str(error)) from None
+        except FailedAnswer as error:
+            raise self._failed(flight, str(error)) from None
+        finally:
+            flight.close()
+            self._land(flight)
+
+    async def call(
+        self, method: str, params: Mapping[str, Any] | None = None, *, timeout: float = 30.0
+    ) -> dict[str, Any]:
+        """Raises ``ReplicaError``: OpenAI's API has no control calls."""
+        if self.state is not ReplicaState.READY:
+            raise ReplicaUnavailable(f"{self.id} is not ready: {self.down_reason or self.state}.")
+        raise ReplicaError(f"{self.id} is a remote server, which knows no {method!r}: ask it there.")
+
+    async def _open(self, flight: Flight, server: OpenAIServer, body: bytes) -> None:
+        """Send the request; the flight has the response when it is the beginning of an answer.
+
+        Raises: as ``generate``.
+        """
+        response = await flight.open(server, body)
+        status = response.status
+        if status == 200 and response.content_type == "text/event-stream":
+            return
+        words = await flight.read_error()
+        if 400 <= status < 500 and status not in _NOT_THE_CALLERS:
+            raise refusal(status, words, response.headers.get("retry-after"))
+        # What it says may quote the request, and this goes into the log.
+        said = f"it answered {status}" if status != 200 else f"it answered with {response.content_type!r}, not a stream"
+        raise self._failed(flight, said)
+
+    def _failed(self, flight: Flight, reason: str) -> ReplicaLost:
+        """What ends a request that the server itself gives up. It may be well for others: a look will tell."""
+        self._look.set()
+        return ReplicaLost(f"{self.id} cannot answer: {reason}.", produced=flight.produced)
+
+    def _lost(self, flight: Flight, boot_id: str, reason: str) -> ReplicaLost:
+        """What ends a request whose connection has failed. The server is not asked again before it was looked at."""
+        came_back = self.info is None or self.info.boot_id != boot_id
+        if self.state is ReplicaState.READY and not came_back:
+            self._down(f"{self._config.url}: {reason}")
+            self._look.set()
+        return ReplicaLost(f"{self.id} was lost: {reason}.", produced=flight.produced)
+
+    def _tell_of_missing_counts(self) -> None:
+        words = "it does not tell how many prompt tokens it had cached (vLLM: --enable-prompt-tokens-details)"
+        if words not in self.degraded:
+            self.degraded += (words,)
+
+    def _take_off(self, flight: Flight) -> None:
+        self._flights.add(flight)
+        self._landed.clear()
+        self._count_load()
+
+    def _land(self, flight: Flight) -> None:
+        self._flights.discard(flight)
+        if not self._flights:
+            self._landed.set()
+        self._count_load()
+
+    def _count_load(self) -> None:
+        self.load = Load(len(self._flights), 0, 0, 0, 0, 0, 0, 0, 0, 0)

@@ -1,0 +1,205 @@
+"""An OpenAI-compatible server as seen over HTTP: what it serves, whether it is well, how a completion is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any, Final, TypeVar
+
+import aiohttp
+import msgspec
+
+from gateway.config import ReplicaConfig
+from gateway.replicas.tokenizer_proof import TokenizerProof
+
+__all__ = ["ModelCard", "OpenAIServer", "ServedModel", "ServerUnfit", "words_for"]
+
+_T = TypeVar("_T")
+
+_PROBE_TIMEOUT_S: Final = 3.0
+_CONNECT_TIMEOUT_S: Final = 4.0
+_KEEP_ALIVE_S: Final = 4.0
+"""Shorter than the five seconds after which uvicorn, on which vLLM and SGLang run, closes an idle connection."""
+
+_MAX_PROBE_BYTES: Final = 1024 * 1024
+_MISSING: Final = (404, 405, 501)
+
+
+class ServerUnfit(Exception):
+    """Why the server cannot be used (now), in words an operator can act on."""
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """A model in ``/v1/models``. ``root`` is where the server has it from, as it says: often a hub id or a folder."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """What is known of a model before the first request.
+
+    ``max_model_len`` bounds prompt and output together, in tokens. ``proved`` tells whether the server's tokenizer was
+    shown to be ours; where it is False the server offers no way to find out.
+    """
+
+    card: ModelCard
+    max_model_len: int
+    proved: bool
+
+
+class _Cards(msgspec.Struct, frozen=True):
+    data: list[ModelCard]
+
+
+class _Slot(msgspec.Struct, frozen=True):
+    n_ctx: int
+
+
+class _Properties(msgspec.Struct, frozen=True):
+    default_generation_settings: _Slot
+
+
+class _Tokens(msgspec.Struct, frozen=True):
+    tokens: list[int]
+
+
+class OpenAIServer:
+    """Speaks HTTP to one server. Owns its connections; made and closed on the event loop it works on."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        headers = {"accept-encoding": "identity"}
+        if config.api_key is not None:
+            headers["authorization"] = f"Bearer {config.api_key}"
+        self._config: Final = config
+        self._completions: Final = f"{config.url}/v1/completions"
+        self._session: Final = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def complete(self, body: bytes) -> aiohttp.ClientResponse:
+        """Ask for a completion; the response is the caller's to close. Raises ``aiohttp.ClientError``."""
+        headers = {"content-type": "application/json", "accept": "text/event-stream"}
+        return await self._session.post(self._completions, data=body, headers=headers, allow_redirects=False)
+
+    async def look(self, wanted: str) -> ModelCard:
+        """The model that requests are for, when the server is well.
+
+        ``wanted`` is the name to prefer when it serves several models and none is configured.
+
+        Raises:
+            ServerUnfit: It cannot be reached, is not well, or serves something else.
+        """
+        status, _ = await self._ask("GET", "/health")
+        if status != 200 and status not in _MISSING:
+            raise ServerUnfit(f"{self._config.url} says that it is not well ({status})")
+        return self._choose((await self._read("/v1/models", _Cards)).data, wanted)
+
+    async def identify(self, card: ModelCard, proof: TokenizerProof) -> ServedModel:
+        """What has to be known of the model of ``card``.
+
+        Raises:
+            ServerUnfit: The server does not say how long its context is, or reads text in another way than ``proof``.
+        """
+        limit = card.max_model_len or await self._context_length()
+        return ServedModel(card, limit, await self._proves(card.id, proof))
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._session.close()
+
+    # --- inside ------------------------------------------------------------------------------------------
+
+    def _choose(self, cards: list[ModelCard], wanted: str) -> ModelCard:
+        config = self._config
+        models = {card.id: card for card in cards}
+        if config.model is not None:
+            if config.model in models:
+                return models[config.model]
+            raise ServerUnfit(f"{config.url} does not serve {config.model!r} but {_names(models)}")
+        if wanted in models:
+            return models[wanted]
+        bases = [card for card in cards if card.parent is None]
+        if len(bases) != 1:
+            raise ServerUnfit(f"{config.url} serves {_names(models)}: say in [[replicas]] which model is meant")
+        return bases[0]
+
+    async def _context_length(self) -> int:
+        """From llama.cpp's ``/props``; vLLM and SGLang say it with the model."""
+        try:
+            return (await self._read("/props", _Properties)).default_generation_settings.n_ctx
+        except ServerUnfit:
+            raise ServerUnfit(
+                f"{self._config.url} does not say how long a context it takes (max_model_len in /v1/models)"
+            ) from None
+
+    async def _proves(self, model: str, proof: TokenizerProof) -> bool:
+        # vLLM's names of the fields and llama.cpp's.
+        asked = {"model": model, "prompt": proof.text, "add_special_tokens": False}
+        asked |= {"content": proof.text, "add_special": False}
+        status, data = await self._ask("POST", "/tokenize", msgspec.json.encode(asked))
+        if status in _MISSING:
+            return False
+        if status == 200 and self._decode(data, _Tokens, "/tokenize").tokens == proof.token_ids:
+            return True
+        if status == 200:
+            raise ServerUnfit(
+                f"{self._config.url} reads text with another tokenizer than this gateway: "
+                f"give with --model the folder of the model that it serves, {model!r}"
+            )
+        raise ServerUnfit(f"{self._config.url} answers {status} to /tokenize")
+
+    async def _read(self, path: str, kind: type[_T]) -> _T:
+        status, data = await self._ask("GET", path)
+        if status != 200:
+            raise ServerUnfit(f"{self._config.url} answers {status} to {path}")
+        return self._decode(data, kind, path)
+
+    def _decode(self, data: bytes, kind: type[_T], path: str) -> _T:
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise ServerUnfit(f"{self._config.url} answers {path} as no OpenAI-compatible server does") from None
+
+    async def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        headers = {} if body is None else {"content-type": "application/json"}
+        url = self._config.url + path
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                request: Any = self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
+                async with request as response:
+                    return response.status, await _bounded(response)
+        except (aiohttp.ClientError, OSError) as error:  # a time-out is an OSError
+            raise ServerUnfit(f"{self._config.url} cannot be reached: {words_for(error)}") from None
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    """The body; one that goes on and on is cut, and will not be read as JSON then."""
+    data = b""
+    while len(data) < _MAX_PROBE_BYTES and (piece := await response.content.readany()):
+        data += piece
+    return data
+
+
+def words_for(error: Exception) -> str:
+    """Why a connection failed, without a word of what went over it."""
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = error.os_error
+        number = cause.errno or 0  # below 0 it is the resolver's own
+        return os.strerror(number) if number > 0 else str(cause.strerror or cause)
+    if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | ConnectionError):
+        return "the connection was lost"
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "the connection was lost in the middle of an answer"
+    return type(error).__name__
+
+
+def _names(models: dict[str, ModelCard]) -> str:
+    return ", ".join(map(repr, sorted(models))) or "nothing"

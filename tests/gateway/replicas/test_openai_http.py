@@ -1,0 +1,372 @@
+"""A server that is somebody else's: what it serves, how it fails, and how it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine.wire import Output, Sampling
+from gateway.config import ReplicaConfig
+from gateway.errors import InvalidRequestError, ReplicaLost, ReplicaRefusal, ReplicaUnavailable
+from gateway.replicas import openai_http, openai_server
+from gateway.replicas.base import GenerationRequest, ReplicaState
+from gateway.replicas.openai_http import OpenAIReplica
+from gateway.replicas.tokenizer_proof import TokenizerProof
+from gateway.server import run
+
+from ..conftest import until
+from .openai_mock import DONE, MODEL, MockServer, Talk, event, refusing, saying, usage, whole
+
+TIMEOUT_S = 30.0
+ASK = GenerationRequest([1, 2, 3], bytes(16), Sampling(max_tokens=5))
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder: Callable[[str], Path]) -> Path:
+    return model_folder("chatml")
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are looked at often, so that tests need not wait."""
+    monkeypatch.setattr(openai_http, "_POLL_INTERVAL_S", 0.05)
+
+
+Scenario = Callable[[OpenAIReplica, MockServer], Awaitable[None]]
+
+
+def play(
+    folder: Path,
+    scenario: Scenario,
+    *,
+    prepare: Callable[[MockServer], Any] | None = None,
+    wait: bool = True,
+    **config: Any,
+) -> None:
+    """Play a scenario on a fresh server and a replica for it, by default one that is ready."""
+
+    async def main() -> None:
+        async with asyncio.timeout(2 * TIMEOUT_S), MockServer(folder) as server:
+            if prepare is not None:
+                prepare(server)
+            replica = OpenAIReplica("r", ReplicaConfig(server.url, **config), TokenizerProof.of(folder), model=MODEL)
+            await replica.start()
+            try:
+                if wait:
+                    await replica.wait_ready(TIMEOUT_S)
+                await scenario(replica, server)
+            finally:
+                await replica.stop(0)
+
+    run(main())
+
+
+async def answer(replica: OpenAIReplica, request: GenerationRequest = ASK) -> list[Output]:
+    return [output async for output in replica.generate(request)]
+
+
+# --- what it serves --------------------------------------------------------------------------------------
+
+
+def test_a_server_introduces_itself(folder: Path) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        assert replica.info is not None
+        assert (replica.info.model, replica.info.root, replica.info.max_model_len) == (MODEL, "org/mock", 2048)
+        assert replica.degraded == ()
+        assert all("authorization" not in headers for headers in server.headers)
+
+    play(folder, scenario)
+
+
+def test_its_key_goes_with_every_request(folder: Path) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        await answer(replica)
+        assert {headers["authorization"] for headers in server.headers} == {"Bearer sk-1"}
+
+    play(folder, scenario, api_key="sk-1")
+
+
+def test_another_tokenizer_is_refused_by_name(folder: Path, model_folder: Callable[[str], Path]) -> None:
+    def prepare(server: MockServer) -> None:
+        server.tokenizer = Tokenizer.from_file(str(model_folder("headers") / "tokenizer.json"))
+
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        await until(lambda: replica.down_reason is not None)
+        assert replica.state is not ReplicaState.READY
+        assert "another tokenizer" in str(replica.down_reason)
+        assert repr(MODEL) in str(replica.down_reason)
+        with pytest.raises(ReplicaUnavailable):
+            await answer(replica)
+        server.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        await replica.wait_ready(TIMEOUT_S)
+
+    play(folder, scenario, prepare=prepare, wait=False)
+
+
+def test_a_tokenizer_that_cannot_be_checked_is_said_to_be_so(folder: Path) -> None:
+    def prepare(server: MockServer) -> None:
+        server.tokenizer = None
+
+    async def scenario(replica: OpenAIReplica, _server: MockServer) -> None:
+        assert any("/tokenize" in words for words in replica.degraded)
+        assert len(await answer(replica)) == 2
+
+    play(folder, scenario, prepare=prepare)
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "expected"),
+    [
+        (["a", "b"], {"model": "b"}, "b"),
+        (["a", MODEL], {}, MODEL),
+        (["a"], {}, "a"),
+    ],
+)
+def test_the_model_is_the_configured_or_the_wanted_or_the_only_one(
+    folder: Path, names: list[str], config: dict[str, str], expected: str
+) -> None:
+    def prepare(server: MockServer) -> None:
+        server.cards = [{"id": name, "max_model_len": 64} for name in names]
+        server.cards.append({"id": "adapter", "parent": names[0], "max_model_len": 64})
+
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        await answer(replica)
+        assert server.talks[0].body["model"] == expected
+
+    play(folder, scenario, prepare=prepare, **config)
+
+
+@pytest.mark.parametrize(
+    ("cards", "config", "words"),
+    [
+        ([{"id": "a"}, {"id": "b"}], {}, "which model"),
+        ([{"id": "a"}], {"model": "c"}, "'c'"),
+        ([], {}, "nothing"),
+        ([{"id": MODEL}], {}, "context"),
+        ("nonsense", {}, "OpenAI-compatible"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_words(folder: Path, cards: Any, config: dict[str, str], words: str) -> None:
+    def prepare(server: MockServer) -> None:
+        server.cards = cards
+
+    async def scenario(replica: OpenAIReplica, _server: MockServer) -> None:
+        await until(lambda: replica.down_reason is not None)
+        assert words in str(replica.down_reason)
+        assert replica.state is ReplicaState.DOWN
+
+    play(folder, scenario, prepare=prepare, wait=False, **config)
+
+
+# --- how it fails ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [500, 503, 401, 403, 404, 302])
+def test_a_server_that_cannot_answer_is_not_the_callers_fault(folder: Path, status: int) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server.behave = refusing(status, {"error": {"message": "the prompt was ZEBRA"}}, location="http://127.0.0.1:9/")
+        with pytest.raises(ReplicaLost, match=str(status)) as caught:
+            await answer(replica)
+        assert not caught.value.produced
+        assert "ZEBRA" not in caught.value.message
+        server.behave = saying(whole("well"))
+        await replica.wait_ready(TIMEOUT_S)
+        assert len(await answer(replica)) == 2
+
+    play(folder, scenario)
+
+
+FAILURES = {
+    "cut": event("a"),
+    "done-without-an-end": event("a") + DONE,
+    "no-json": event("a") + b"data: {\n\n",
+    "an-error": event("a") + event(error={"message": "ZEBRA", "code": 500}),
+    "given-up": event("a") + event(finish="abort"),
+    "no-event": b"data: " + b"x" * 5_000_000,
+}
+
+
+@pytest.mark.parametrize("data", list(FAILURES.values()), ids=list(FAILURES))
+def test_an_answer_that_does_not_come_to_its_end_is_a_loss(folder: Path, data: bytes) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server.behave = saying(data)
+        produced = data.startswith(event("a"))
+        outputs = replica.generate(ASK)
+        if produced:
+            assert await anext(outputs) == Output(0, "a")
+        with pytest.raises(ReplicaLost) as caught:
+            await anext(outputs)
+        assert caught.value.produced == produced
+        assert "ZEBRA" not in caught.value.message
+        server.behave = saying(whole("well"))
+        await replica.wait_ready(TIMEOUT_S)
+        assert len(await answer(replica)) == 2
+
+    play(folder, scenario)
+
+
+def test_an_answer_that_is_no_stream_is_a_loss(folder: Path) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server.behave = refusing(200, {"choices": []})
+        with pytest.raises(ReplicaLost, match="not a stream"):
+            await answer(replica)
+
+    play(folder, scenario)
+
+
+def test_an_answer_whose_end_is_told_needs_no_done(folder: Path) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server.behave = saying(event("a") + event(finish="stop") + usage(1))
+        assert [output.finish_reason for output in await answer(replica)] == [None, "stop"]
+
+    play(folder, scenario)
+
+
+def test_a_server_that_does_not_tell_logprobs_is_no_loss(folder: Path) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        with pytest.raises(InvalidRequestError, match="logprobs"):
+            await answer(replica, GenerationRequest([1], bytes(16), Sampling(max_tokens=5, logprobs=1)))
+        assert replica.state is ReplicaState.READY
+
+    play(folder, scenario)
+
+
+def test_a_refusal_is_no_loss(folder: Path) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server.behave = refusing(422, {"error": {"message": "no"}})
+        with pytest.raises(ReplicaRefusal, match="no"):
+            await answer(replica)
+        assert replica.state is ReplicaState.READY
+
+    play(folder, scenario)
+
+
+# --- its life --------------------------------------------------------------------------------------------
+
+
+def test_an_unwell_server_gets_no_requests_until_it_is_well(folder: Path) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        assert replica.info is not None
+        first = replica.info.boot_id
+        server.health = 503
+        await until(lambda: replica.state is ReplicaState.DOWN)
+        assert "503" in str(replica.down_reason)
+        server.health = 200
+        await replica.wait_ready(TIMEOUT_S)
+        assert replica.info.boot_id != first
+
+    play(folder, scenario)
+
+
+def test_a_server_without_health_is_looked_at_otherwise(folder: Path) -> None:
+    def prepare(server: MockServer) -> None:
+        server.health = 404
+
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        assert len(await answer(replica)) == 2
+        server.cards = []
+        await until(lambda: replica.state is ReplicaState.DOWN)
+
+    play(folder, scenario, prepare=prepare)
+
+
+def test_a_stopped_server_loses_those_who_wait_but_not_those_who_hear(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_server, "_PROBE_TIMEOUT_S", 0.2)
+
+    async def behave(talk: Talk) -> None:
+        if talk is server_of[0].talks[0]:
+            await talk.tell(1)
+            await until(lambda: talk.body["model"] == "go on" or talk.gone)
+            await talk.write(whole("the rest"))
+        else:
+            await talk.wait_until_gone()
+
+    server_of: list[MockServer] = []
+
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server_of.append(server)
+        server.behave = behave
+        hearing = replica.generate(ASK)
+        assert (await anext(hearing)).text == "t0 "
+        waiting = asyncio.create_task(answer(replica))
+        await until(lambda: server.open == 2)
+        assert replica.load is not None
+        assert replica.load.running == 2
+        server.stopped = True
+        with pytest.raises(ReplicaLost, match="does not answer") as caught:
+            await waiting
+        assert not caught.value.produced
+        assert replica.state is ReplicaState.DOWN
+        server.talks[0].body["model"] = "go on"
+        assert [output.finish_reason async for output in hearing] == [None, "stop"]
+        assert replica.load.running == 0
+
+    play(folder, scenario)
+
+
+def test_silence_counts_only_while_somebody_waits(folder: Path) -> None:
+    """A client that reads slowly is no reason to give the server up."""
+
+    async def behave(talk: Talk) -> None:
+        await talk.write(event("a") + event("b"))
+        await until(lambda: talk.body["model"] == "go on" or talk.gone)
+        await talk.write(whole("c"))
+
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server.behave = behave
+        outputs = replica.generate(ASK)
+        await anext(outputs)
+        assert (await anext(outputs)).text == "b"
+        rest = asyncio.create_task(anext(outputs))
+        await asyncio.sleep(0)
+        server.talks[0].body["model"] = "go on"
+        assert (await rest).text == "c"
+        await asyncio.sleep(0.3)  # not waiting for anything: letting more time pass than the server may be silent
+        assert [output.finish_reason async for output in outputs] == ["stop"]
+
+    play(folder, scenario, idle_timeout_s=0.2)
+
+
+def test_connections_are_used_again(folder: Path) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        for _ in range(5):
+            await answer(replica)
+        peers = {talk.body["peer"] for talk in server.talks}
+        assert len(peers) <= 2  # one may be busy with a look at the server
+
+    async def behave(talk: Talk) -> None:
+        assert talk.request.transport is not None
+        talk.body["peer"] = talk.request.transport.get_extra_info("peername")
+        await talk.write(whole("a"))
+
+    def prepare(server: MockServer) -> None:
+        server.behave = behave
+
+    play(folder, scenario, prepare=prepare)
+
+
+def test_a_server_that_is_not_there_is_waited_for(folder: Path) -> None:
+    async def main() -> None:
+        async with MockServer(folder) as server:
+            await server.kill()
+            replica = OpenAIReplica("r", ReplicaConfig(server.url), TokenizerProof.of(folder), model=MODEL)
+            await replica.start()
+            try:
+                await until(lambda: replica.state is ReplicaState.DOWN)
+                assert server.url in str(replica.down_reason)
+                with pytest.raises(ReplicaUnavailable, match="refused"):
+                    await replica.wait_ready(0.01)
+                await server.start()
+                await replica.wait_ready(TIMEOUT_S)
+                assert len(await answer(replica)) == 2
+            finally:
+                await replica.stop(0)
+
+    run(main())
