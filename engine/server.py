@@ -15,6 +15,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -57,11 +58,24 @@ class EngineServer:
     to their connection; when it closes, its requests are aborted.
     """
 
-    def __init__(self, core: EngineCore, listener: socket.socket, *, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
-        """Serve ``core`` to whoever connects to ``listener``, a bound stream socket that the server will close."""
+    def __init__(
+        self,
+        core: EngineCore,
+        listener: socket.socket,
+        *,
+        thread: Executor | None = None,
+        max_unsent_bytes: int = MAX_UNSENT_BYTES,
+    ) -> None:
+        """Serve ``core`` to whoever connects to ``listener``, a bound stream socket that the server will close.
+
+        ``thread`` runs the steps, by default a new one. A core that computes has to be made in it: OpenMP keeps threads
+        for each one that has ever computed, and when there are more of them than cores, they sleep between operations
+        instead of waiting, which makes a decode step half as long again.
+        """
         self._core = core  # touched by the engine thread only
         self._listener = listener
         self._max_unsent_bytes = max_unsent_bytes
+        self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="engine-steps")
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._stopping = threading.Event()
         # Owned by the event loop:
@@ -80,16 +94,15 @@ class EngineServer:
             Exception: what stopped the engine for good, ``EngineError`` when steps failed again and again.
         """
         self._loop = asyncio.get_running_loop()
-        engine = threading.Thread(target=self._run_engine, name="engine-steps", daemon=True)
         server = await asyncio.start_unix_server(self._handle, sock=self._listener)
-        engine.start()
+        engine = self._loop.run_in_executor(self._thread, self._run_engine)
         try:
             await self._ended.wait()
         finally:
             server.close()
             self._stopping.set()
             self._commands.put(lambda: None)  # wakes the thread
-            await asyncio.to_thread(engine.join)
+            await engine
             await self._close_connections()
         if self._failure is not None:
             raise self._failure

@@ -13,6 +13,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -47,10 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.parent is not None:
             die_with_parent(options.parent)
-        core = _load(options)
+        steps = ThreadPoolExecutor(1, thread_name_prefix="engine-steps")
+        core = steps.submit(_load, options).result()
         listener = bind_unix_socket(options.socket)  # last, so that who can connect is served
         try:
-            asyncio.run(serve(EngineServer(core, listener)))
+            asyncio.run(serve(EngineServer(core, listener, thread=steps)))
         finally:
             listener.close()
             options.socket.unlink(missing_ok=True)

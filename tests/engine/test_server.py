@@ -8,7 +8,9 @@ import itertools
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -323,6 +325,34 @@ def test_calls_are_answered_between_steps(path: Path) -> None:
             assert "unknown method" in refused.error
 
     serving(path, scenario)
+
+
+def test_steps_run_in_the_thread_in_which_the_core_was_made(path: Path) -> None:
+    threads: dict[str, int] = {}
+
+    class Watched(ScriptedRunner):
+        def __init__(self, *arguments: int, vocab_size: int) -> None:
+            super().__init__(*arguments, vocab_size=vocab_size)
+            threads["made"] = threading.get_ident()
+
+        def execute(self, batch: Batch) -> list[ChunkResult]:
+            threads["computing"] = threading.get_ident()
+            return super().execute(batch)
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as thread:
+            core = thread.submit(make_core, Watched).result()
+            server = EngineServer(core, listening(path), thread=thread)
+            task = asyncio.create_task(server.serve())
+            client = Client(*await asyncio.open_unix_connection(path))
+            client.send(submit(1, [1], 4))
+            await client.finish(1)
+            await client.close()
+            server.stop()
+            await asyncio.wait_for(task, DEADLINE)
+
+    asyncio.run(main())
+    assert threads["computing"] == threads["made"] != threading.get_ident()
 
 
 def test_a_shutdown_call_is_answered_and_ends_the_server(path: Path) -> None:
