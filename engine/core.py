@@ -54,7 +54,6 @@ class EngineCore:
         self._detokenizer = detokenizer
         self._blocks = blocks or BlockManager(info.num_blocks, info.block_size, info.policy)
         self._scheduler = Scheduler(self._blocks, max_batch_tokens=info.max_batch_tokens, max_running=max_running)
-        self._max_running = max_running
         self._eos = frozenset(info.eos_token_ids)
         self._choices: dict[int, list[Sequence]] = {}  # of each request, those that have not ended
         self._pending: list[Output] = []  # endings that no step computed: refusals and aborts
@@ -84,7 +83,7 @@ class EngineCore:
         root = request.root if request.use_cache else None
         reads = request.sampling.prompt_logprobs is None
         limit = self._limit(BlockTable(tokens, root if reads else None))
-        refusal = why_refused(request, tokens, self._info, max_tokens=limit, max_running=self._max_running)
+        refusal = why_refused(request, tokens, self._info, max_tokens=limit, max_running=self._scheduler.max_running)
         if refusal is not None:
             self._pending.append(Output(request.id, finish_reason="error", error=refusal))
             return

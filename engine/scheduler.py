@@ -39,7 +39,8 @@ class Scheduled(msgspec.Struct, frozen=True):
 class Scheduler:
     """Owns the queues. Every step it mixes decodes and prefill chunks up to ``max_batch_tokens`` tokens.
 
-    * Decodes come first, so that a long prompt never stops a running stream.
+    * Decodes come first, so that a long prompt never stops a running stream. No more sequences run than a step has
+      tokens, so that each of them gets its token in every step, whatever its class.
     * Requests are admitted first come, first served, each with blocks for its whole prompt. Those of a lower class
       (a higher ``priority``) count as come later by a time that is fixed per class, so that they age. Those of a class
       that has as many running as it may are passed over.
@@ -54,7 +55,7 @@ class Scheduler:
     """
 
     def __init__(self, blocks: BlockManager, *, max_batch_tokens: int, max_running: int) -> None:
-        """Schedule on ``blocks``, at most ``max_running`` sequences at a time.
+        """Schedule on ``blocks``, at most ``max_running`` sequences at a time, or ``max_batch_tokens`` if that is less.
 
         Raises:
             ValueError: a limit is not positive.
@@ -70,7 +71,7 @@ class Scheduler:
         self._added = 0
         self._blocks = blocks
         self._max_batch_tokens = max_batch_tokens
-        self._max_running = max_running
+        self.max_running: Final = min(max_running, max_batch_tokens)
         # Prompts that fit this part of a step in one chunk need not wait behind a longer one.
         self._short = max(1, max_batch_tokens // 4)
 
@@ -180,7 +181,7 @@ class Scheduler:
 
     def _next_waiting(self) -> Sequence | None:
         """The first in turn that has a place in its class and would not compute what a running one is computing."""
-        if len(self.running) >= self._max_running:
+        if len(self.running) >= self.max_running:
             return None
         for sequence in self.waiting:
             if self._has_place(sequence) and not self._shall_wait(sequence):
@@ -215,7 +216,7 @@ class Scheduler:
         """Start a waiting sequence; False when it does not fit."""
         taken = sum(1 + len(other.siblings) for other in self.running)
         wanted = 1 + len(sequence.siblings)
-        if taken + wanted > self._max_running:
+        if taken + wanted > self.max_running:
             return False
         # A block for each running sequence stays: they would soon preempt what was admitted without.
         headroom = taken + wanted - 1 if taken else 0

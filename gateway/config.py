@@ -52,7 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     are started: one by default, none where there are ``replicas``. ``kv_blocks`` 0 sizes the pool from free memory.
     ``device`` is ``cpu``, or ``cuda`` or ``cuda:N`` for a GPU. ``kv_dtype`` auto keeps the cache in ``dtype``.
     ``threads`` 0 shares the cores among the engines. ``max_batch_tokens`` is the token budget of a step
-    (prefill chunks and decodes together).
+    (prefill chunks and decodes together); no more than ``max_running`` requests, nor than that many, run at once.
     """
 
     model: str | None = None

@@ -621,6 +621,23 @@ def test_who_is_preempted_again_and_again_is_preempted_no_more() -> None:
     assert high.tokens == expected(noise(1, 40), 60)
 
 
+def test_small_steps_never_starve_the_answer_of_a_lower_class() -> None:
+    engine = Engine(max_batch_tokens=4)
+    low = engine.submit(noise(0, 3), 20, priority=3)
+    while not low.tokens:
+        engine.step()
+    arrived = 0
+    for _ in range(60):  # there are always requests of a higher class, whose choices a step is too small for
+        if engine.core.load().waiting == 0:
+            arrived += 1
+            engine.submit_choices(2, noise(arrived, 2), 20, temperature=1.0)
+        before = len(low.tokens)
+        engine.step()
+        assert low.finish_reason is not None or len(low.tokens) == before + 1
+    assert arrived > 4
+    engine.run()
+
+
 def test_nobody_waits_for_a_lower_class_to_compute_a_prefix() -> None:
     engine = Engine(max_batch_tokens=32)
     prompt = noise(1, 320)
