@@ -42,8 +42,8 @@ def why_refused(
         return "invalid_request", "a request needs at least one prompt token and max_tokens of at least 1"
     if not 1 <= request.n <= max_running:
         return "invalid_request", f"n must lie between 1 and {max_running}, the most that may run at once"
-    if request.priority < 0 or request.class_limit < 0:
-        return "invalid_request", "priority and class_limit may not be negative"
+    if min(request.priority, request.class_limit, request.max_cached_blocks) < 0:
+        return "invalid_request", "priority, class_limit and max_cached_blocks may not be negative"
     if max(tokens) >= info.vocab_size:
         return "invalid_token", f"token ids must be below the vocabulary size of {info.vocab_size}"
     if len(tokens) >= max_tokens:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cache_policy.keys import TOKEN_BYTES, BlockHash, hash_block, token_bytes
 from engine.errors import NoSpaceError
+from engine.owners import Owner
 from engine.pool import MAX_PINNED_SHARE, Block, BlockPool, PoolStats, require
 from engine.wire import CacheEvent
 
@@ -19,6 +20,7 @@ class BlockTable:
     ``root`` is the first parent of its keys; None makes it private: it neither reads nor publishes. ``blocks`` are
     physical block numbers in order, empty while nothing is allocated; the K and V of the first ``computed`` tokens
     are in them. No more than its first ``hit_limit`` tokens are taken from the cache (None: as many as there are).
+    What it publishes counts against the quota of ``owner``, where there is one.
     """
 
     __slots__ = (
@@ -28,15 +30,17 @@ class BlockTable:
         "contents",
         "hit_limit",
         "keys",
+        "owner",
         "published",
         "publishing",
         "root",
         "tokens",
     )
 
-    def __init__(self, tokens: list[int], root: bytes | None) -> None:
+    def __init__(self, tokens: list[int], root: bytes | None, owner: Owner | None = None) -> None:
         self.tokens = tokens
         self.root = root
+        self.owner = owner
         self.hit_limit: int | None = None
         self.blocks: list[int] = []
         self.computed = 0
@@ -127,6 +131,8 @@ class BlockManager:
         for key in table.keys[len(hits) :]:
             if pool.find(key) is None:  # the last block of a fully cached prompt is resident, yet computed again
                 pool.policy.missed(key)
+                if table.owner is not None:
+                    table.owner.policy.missed(key)
                 if not collided:  # or nothing will be published
                     self._in_flight.setdefault(key, table)
         table.blocks = [block.index for block in hits]
@@ -148,7 +154,7 @@ class BlockManager:
         """
         if not table.computed:
             raise ValueError("fork needs a table of which something is computed")
-        other = BlockTable([*table.tokens], table.root)
+        other = BlockTable([*table.tokens], table.root, table.owner)
         other.blocks = table.blocks[: self.blocks_for(table.computed)]
         other.computed, other.published, other.publishing = table.computed, table.published, table.publishing
         other.keys, other.contents = [*table.keys], [*table.contents]
@@ -216,6 +222,19 @@ class BlockManager:
             self._pool.release(self._pool.blocks[index])
         table.blocks = []
         table.computed = table.published = 0
+
+    def owner(self, name: str, quota: int) -> Owner | None:
+        """For a table's ``owner``: the tenant ``name``, which may have ``quota`` published blocks; None for 0.
+
+        A block beyond that takes the place of one of the tenant's idle ones, in the order of the policy in force as it
+        would be in a pool of ``quota`` blocks; when all are used or pinned it is not published, nor is what comes after
+        it in the same sequence. Blocks of others never leave for it.
+        """
+        return self._pool.owner(name, quota) if quota else None
+
+    def owners(self) -> list[Owner]:
+        """Tenants with a quota that have blocks or requests, those with most blocks first."""
+        return self._pool.owners()
 
     def capacity(self, table: BlockTable) -> int:
         """How many tokens the pool can hold for this sequence alone: pinned blocks of others are no room for it."""
@@ -386,7 +405,10 @@ class BlockManager:
             block = pool.blocks[table.blocks[i]]
             resident = pool.find(key)
             if resident is None:
-                pool.publish(block, key, content, parent, table.root)
+                if table.owner is not None and not pool.make_room(table.owner):
+                    self._stop_publishing(table)
+                    return
+                pool.publish(block, key, content, parent, table.root, table.owner)
             elif resident.holds(content, parent, table.root):
                 pool.acquire(resident)
                 table.blocks[i] = resident.index

@@ -26,6 +26,8 @@ DetokenizerFactory = Callable[[tuple[str, ...]], Detokenizer]
 
 _CALLS: Final = ("check", "pin", "pins", "reset_cache", "set_policy", "shutdown", "stats", "unpin")
 
+_LISTED_OWNERS: Final = 32  # by ``stats``: those with most blocks
+
 _log: Final = logging.getLogger(__name__)
 
 
@@ -97,6 +99,7 @@ class EngineCore:
         )
         sequence.priority = sequence.urgency = request.priority
         sequence.class_limit = request.class_limit
+        sequence.table.owner = self._blocks.owner(request.owner, request.max_cached_blocks)
         if request.sampling.prompt_logprobs is not None:
             sequence.score_prompt()
         sequence.add_siblings([self._detokenizer(request.sampling.stop) for _ in range(1, request.n)])
@@ -195,6 +198,10 @@ class EngineCore:
             "shared_in_flight": self._scheduler.shared_in_flight,
             "pinned_blocks": pool.pinned,
             "pinned_keys": pool.pinned_keys,
+            "owners": {
+                owner.name: {"cached_blocks": owner.resident, "max_cached_blocks": owner.quota}
+                for owner in self._blocks.owners()[:_LISTED_OWNERS]
+            },
         }
 
     def _pin(self, keys: list[bytes]) -> dict[str, Any]:

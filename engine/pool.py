@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Final
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from cache_policy.policy import EvictionPolicy, create_policy
 from engine.errors import InvariantError, PinLimitError
 from engine.events import CacheEventLog
+from engine.owners import Owner
 from engine.pins import PinNode, PinTree
 from engine.wire import BlockStored, CacheEvent
 
@@ -54,7 +56,7 @@ class PoolStats(msgspec.Struct, frozen=True):
 class Block:
     """What the pool knows of one block. Written by the pool only. ``key`` None: not published."""
 
-    __slots__ = ("children", "content", "depth", "index", "key", "parent", "pin", "ref", "root", "tracked")
+    __slots__ = ("children", "content", "depth", "index", "key", "owner", "parent", "pin", "ref", "root", "tracked")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -67,6 +69,7 @@ class Block:
         self.children = 0  # published blocks whose parent it is
         self.tracked = False  # the policy knows it
         self.pin: PinNode | None = None  # what pins it
+        self.owner: Owner | None = None  # whose quota it counts against
 
     @property
     def idle(self) -> bool:
@@ -105,6 +108,7 @@ class BlockPool:
         self._pinned = 0
         self._idle_pinned = 0
         self._index: dict[bytes, Block] = {}
+        self._owners: WeakValueDictionary[str, Owner] = WeakValueDictionary()
 
     def available(self) -> int:
         """Blocks that ``take`` could hand out now: empty ones, and idle ones by evicting them, but for pinned ones."""
@@ -125,7 +129,7 @@ class BlockPool:
         if block.ref == 0:
             self._idle -= 1
             if block.pin is None:
-                self.policy.acquired(block.index)
+                self._withdraw(block)
             else:
                 self._idle_pinned -= 1
         block.ref += 1
@@ -144,9 +148,47 @@ class BlockPool:
             else:
                 self._idle_pinned += 1
 
-    def publish(self, block: Block, key: bytes, content: bytes, parent: Block | None, root: bytes | None) -> None:
-        """Make a used, fully computed block hittable under a key that no block has."""
+    def owner(self, name: str, quota: int) -> Owner:
+        """The tenant of this name, whose quota of published blocks is ``quota`` from now on.
+
+        A lower one than before takes effect when the tenant publishes next.
+        """
+        owner = self._owners.get(name)
+        if owner is None:
+            owner = self._owners[name] = Owner(name, quota, type(self.policy)(quota))
+        owner.quota = quota
+        return owner
+
+    def owners(self) -> list[Owner]:
+        """Tenants with a quota that have blocks or requests, those with most blocks first."""
+        return sorted(self._owners.values(), key=lambda owner: -owner.resident)
+
+    def make_room(self, owner: Owner) -> bool:
+        """Evict of the owner's idle blocks until it may publish one more; False when all it has are used or pinned."""
+        while owner.resident >= owner.quota:
+            index = owner.policy.victim(self._evictable)
+            if index is None:
+                return False
+            self._empty.append(self._remove(self.blocks[index]).index)
+        return True
+
+    def publish(
+        self,
+        block: Block,
+        key: bytes,
+        content: bytes,
+        parent: Block | None,
+        root: bytes | None,
+        owner: Owner | None = None,
+    ) -> None:
+        """Make a used, fully computed block hittable under a key that no block has.
+
+        An ``owner`` must have room for it (see ``make_room``).
+        """
         block.key, block.content, block.root, block.parent = key, content, root, parent
+        if owner is not None:
+            block.owner = owner
+            owner.resident += 1
         if parent is not None:
             block.depth = parent.depth + 1
             parent.children += 1
@@ -186,7 +228,7 @@ class BlockPool:
                 self._bind(node, block)
                 if block.ref == 0:
                     self._idle_pinned += 1
-                    self.policy.acquired(block.index)
+                    self._withdraw(block)
             parent = block
             resident += 1
         return resident
@@ -217,7 +259,7 @@ class BlockPool:
             if block.ref == 0:
                 self._empty.append(block.index)
         self._index.clear()
-        self.policy = type(self.policy)(len(self.blocks))
+        self._use(type(self.policy)(len(self.blocks)))
         self.events.cleared()
         return dropped
 
@@ -244,7 +286,7 @@ class BlockPool:
             order.append(block)
         for block in self.blocks:
             block.tracked = False
-        self.policy = new
+        self._use(new)
         for block in order:
             self._report_idle(block)
 
@@ -283,6 +325,9 @@ class BlockPool:
             require(block.key == key, f"key and block {block.index} agree")
             if block.parent is not None:
                 children[block.parent.index] += 1
+        for owner in self._owners.values():
+            owned = sum(block.owner is owner for block in self.blocks)
+            require(owned == owner.resident, "the blocks of an owner are counted")
         empty = set(self._empty)
         require(len(empty) == len(self._empty), "no block is empty twice")
         require(sum(block.idle for block in self.blocks) == self._idle, "idle blocks are counted")
@@ -301,6 +346,7 @@ class BlockPool:
             if block.key is None:
                 require(not block.tracked, f"{name}: unknown to the policy without a key")
                 require(block.pin is None, f"{name}: not pinned without a key")
+                require(block.owner is None, f"{name}: in no quota without a key")
                 continue
             require(self._index.get(block.key) is block, f"{name}: found under its key")
             require(block.tracked or block.ref > 0 or block.pin is not None, f"{name}: known to the policy when idle")
@@ -315,29 +361,52 @@ class BlockPool:
         node.block, block.pin = block, node
         self._pinned += 1
 
+    def _use(self, policy: EvictionPolicy) -> None:
+        """Let ``policy`` decide from now on, and others of its kind on the owners' shares. They know no block yet."""
+        self.policy = policy
+        for owner in self._owners.values():
+            owner.policy = type(policy)(owner.quota)
+
+    def _withdraw(self, block: Block) -> None:
+        """A block that the policy knows as idle may not be chosen any more."""
+        self.policy.acquired(block.index)
+        if block.owner is not None:
+            block.owner.policy.acquired(block.index)
+
     def _report_idle(self, block: Block) -> None:
+        """A block may be chosen by the policy, for the first time or again."""
+        policy, owner, index = self.policy, block.owner, block.index
         if block.tracked:
-            self.policy.touched(block.index)
+            policy.touched(index)
+            if owner is not None:
+                owner.policy.touched(index)
             return
         block.tracked = True
         assert block.key is not None
         parent = None if block.parent is None else block.parent.index
-        self.policy.inserted(block.index, parent, block.key, block.depth)
+        policy.inserted(index, parent, block.key, block.depth)
+        if owner is not None:
+            owner.policy.inserted(index, parent, block.key, block.depth)
 
     def _evictable(self, index: int) -> bool:
         block = self.blocks[index]
         return block.idle and block.pin is None and block.children == 0
 
     def _evict(self) -> Block:
-        """Take the policy's victim out of the cache; it is in no state until the caller puts it in one."""
+        """Take the policy's victim out of the cache, see ``_remove``."""
         index = self.policy.victim(self._evictable)
         if index is None:
             raise InvariantError(f"policy {self.policy.name} found no victim among {self._idle} idle blocks")
-        block = self.blocks[index]
+        return self._remove(self.blocks[index])
+
+    def _remove(self, block: Block) -> Block:
+        """Take an idle block out of the cache; it is in no state until the caller puts it in one."""
         assert block.key is not None
         del self._index[block.key]
         self.events.removed(block.key)
-        self.policy.removed(index)
+        self.policy.removed(block.index)
+        if block.owner is not None:
+            block.owner.policy.removed(block.index)
         if block.parent is not None:
             block.parent.children -= 1
         _unpublish(block)
@@ -357,6 +426,9 @@ def _unpublish(block: Block) -> None:
     block.content = b""
     block.depth = block.children = 0
     block.tracked = False
+    if block.owner is not None:
+        block.owner.resident -= 1
+        block.owner = None
     if block.pin is not None:
         block.pin.block = None
         block.pin = None

@@ -101,6 +101,9 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
     ``priority`` is that of its class, 0 and up, lower ones first. Of one priority at most ``class_limit`` choices run
     at once (0: as many as run at all); the requests of a class that is full wait without holding up others.
+
+    ``owner`` names the tenant whose blocks it publishes, of which at most ``max_cached_blocks`` are resident (0: any
+    number). Beyond that the tenant's own idle blocks leave first; when it has none, nothing more is published.
     """
 
     id: int
@@ -111,6 +114,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     n: int = 1
     priority: int = 0
     class_limit: int = 0
+    owner: str = ""
+    max_cached_blocks: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

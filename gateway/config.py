@@ -6,12 +6,13 @@ Unknown keys are errors that name the key, so that a typing mistake never passes
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 __all__ = [
+    "DEFAULT_TENANT",
     "AdminConfig",
     "ApiKey",
     "CanonicalConfig",
@@ -25,12 +26,16 @@ __all__ = [
     "ReplicaConfig",
     "ServerConfig",
     "TemplateConfig",
+    "TenantConfig",
     "TraceConfig",
     "WhatIfConfig",
 ]
 
 OrderMode = Literal["preserve", "canonical", "cache-aware"]
 HoistMode = Literal["off", "declared", "suggest"]
+
+DEFAULT_TENANT: Final = "default"
+"""The only tenant there is without ``[keys]``."""
 
 _Positive = Annotated[int, Meta(ge=1)]
 
@@ -136,6 +141,15 @@ class ClassConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_running: Annotated[int, Meta(ge=0)] = 0
 
 
+class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[tenants.NAME]``: what a tenant of ``[keys]`` may take, or the tenant ``default`` where there are no keys.
+
+    At most ``max_cached_blocks`` of its blocks are kept on each engine (0: as many as there is room for).
+    """
+
+    max_cached_blocks: Annotated[int, Meta(ge=0)] = 0
+
+
 class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[admin]``: the SHA-256 (hex) of the key that guards ``/admin/*``; ``headstart hash-key`` prints it."""
 
@@ -187,6 +201,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     canonical: CanonicalConfig = CanonicalConfig()
     templates: dict[str, TemplateConfig] = {}
     classes: dict[str, ClassConfig] = {}
+    tenants: dict[str, TenantConfig] = {}
     keys: dict[str, ApiKey] = {}
     admin: AdminConfig = AdminConfig()
     limits: LimitsConfig = LimitsConfig()

@@ -16,7 +16,7 @@ import msgspec
 
 from cache_policy.policy import POLICY_NAMES
 from engine.models.catalog import DEFAULT_MODEL
-from gateway.config import ClassConfig, Config, EngineConfig, ReplicaConfig
+from gateway.config import DEFAULT_TENANT, ClassConfig, Config, EngineConfig, ReplicaConfig
 from gateway.errors import ConfigError
 
 __all__ = [
@@ -76,14 +76,16 @@ def check_config(config: Config) -> None:
     """Refuse what the types allow but nobody can want.
 
     Raises:
-        ConfigError: A key that is no SHA-256, an empty secret, an unknown policy or class, two classes of one priority,
-            a replica's URL that is none, nothing that could answer, or a gateway open to the network without keys.
+        ConfigError: A key that is no SHA-256, an empty secret, an unknown policy, class or tenant, two classes of one
+            priority, a replica's URL that is none, nothing that could answer, or a gateway open to the network without
+            keys.
     """
     if config.secret == "":
         raise ConfigError("secret is empty: give a long random string, or leave it out and each start makes its own.")
     for digest in config.keys:
         _check_digest(digest, "keys")
     _check_classes(config)
+    _check_tenants(config)
     if not remote_replicas(config) and not local_engines(config):
         raise ConfigError("engine.engines is 0 and there are no replicas: nothing could answer.")
     if config.admin.key_sha256 is not None:
@@ -175,6 +177,13 @@ def _check_classes(config: Config) -> None:
                 f"keys: the class {key.service_class!r} of tenant {key.tenant!r} is not defined. "
                 f"Add [classes.{key.service_class}]."
             )
+
+
+def _check_tenants(config: Config) -> None:
+    known = {key.tenant for key in config.keys.values()} or {DEFAULT_TENANT}
+    for name in config.tenants:
+        if name not in known:
+            raise ConfigError(f"tenants.{name}: no such tenant. There are: {', '.join(sorted(known))}.")
 
 
 def _check_digest(digest: str, key: str) -> None:

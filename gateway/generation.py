@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from engine.wire import EngineInfo, Output, Sampling
-from gateway.config import ClassConfig
+from gateway.config import ClassConfig, TenantConfig
 from gateway.errors import (
     GenerationError,
     HeadstartError,
@@ -37,10 +37,11 @@ SamplingChoice = Callable[[Plan, EngineInfo], Sampling]
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What is asked of a replica whatever the prompt is: how many choices, and in which class."""
+    """What is asked of a replica whatever the prompt is: how many choices, and the rules for its caller."""
 
     n: int = 1
     service_class: ClassConfig = ClassConfig()
+    tenant: TenantConfig = TenantConfig()
 
 
 _ALONE: Final = Terms()
@@ -205,6 +206,8 @@ class Dispatcher:
             terms.n,
             terms.service_class.priority,
             terms.service_class.max_running,
+            plan.tenant,
+            terms.tenant.max_cached_blocks,
         )
         account.plan = plan
         async with AsyncExitStack() as attempt:

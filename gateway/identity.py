@@ -13,14 +13,12 @@ from typing import Final
 
 import msgspec
 
-from gateway.config import Config
+from gateway.config import DEFAULT_TENANT, Config
 from gateway.configuration import is_loopback
 from gateway.errors import AuthenticationError, PermissionDeniedError
 from gateway.plan import Caller
 
-__all__ = ["DEFAULT_TENANT", "Authenticator", "Peer"]
-
-DEFAULT_TENANT: Final = "default"
+__all__ = ["Authenticator", "Peer"]
 
 _SCHEME: Final = b"Bearer "
 _FORWARDING_HEADERS: Final = frozenset((b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"))

@@ -12,7 +12,7 @@ from typing import Final
 import structlog
 
 from engine.wire import EngineInfo
-from gateway.config import ClassConfig, Config, WhatIfConfig
+from gateway.config import ClassConfig, Config, TenantConfig, WhatIfConfig
 from gateway.configuration import check_config, local_engines, remote_replicas, served_model_name
 from gateway.errors import OverloadedError
 from gateway.eviction import EvictionControl
@@ -95,6 +95,10 @@ class Gateway:
     def service_class(self, caller: Caller) -> ClassConfig:
         """The class in which the caller's requests are scheduled."""
         return self.config.classes.get(caller.service_class) or ClassConfig()
+
+    def tenant(self, caller: Caller) -> TenantConfig:
+        """What is configured for the caller's tenant."""
+        return self.config.tenants.get(caller.tenant) or TenantConfig()
 
     @property
     def ready_replicas(self) -> int:

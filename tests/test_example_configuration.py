@@ -29,5 +29,7 @@ def test_the_example_names_every_setting() -> None:
         assert set(shown[section]) == set(config[section]), section
     (template,) = shown["templates"].values()
     assert set(template) == {"system", "order", "hoist"}
+    (tenant,) = shown["tenants"].values()
+    assert set(tenant) == {"max_cached_blocks"}
     (key,) = shown["keys"].values()
     assert set(key) == {"tenant", "class"}

@@ -72,7 +72,7 @@ def _chat(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
         chat_max_tokens(body),
         lambda: gateway.path.plan_chat(body, caller),
         ChatFormat(body.model, with_usage=_wants_usage(body)),
-        Terms(body.n or 1, gateway.service_class(caller)),
+        Terms(body.n or 1, gateway.service_class(caller), gateway.tenant(caller)),
     )
 
 
@@ -84,7 +84,7 @@ def _completion(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
         completion_max_tokens(body),
         lambda: gateway.path.plan_completion(body, caller),
         CompletionFormat(body.model, with_usage=_wants_usage(body)),
-        Terms(body.n or 1, gateway.service_class(caller)),
+        Terms(body.n or 1, gateway.service_class(caller), gateway.tenant(caller)),
     )
 
 

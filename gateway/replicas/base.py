@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine.wire import CacheEvent, EngineInfo, Load, Output, Sampling, StepTiming
+from cache_policy.keys import token_bytes
+from engine.wire import CacheEvent, EngineInfo, Load, Output, Sampling, StepTiming, Submit
 
 __all__ = ["CountedOutput", "GenerationRequest", "Replica", "ReplicaObserver", "ReplicaState"]
 
@@ -30,7 +31,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """One tokenized prompt on its way to a replica.
 
     ``token_ids`` is the whole prompt, ``root`` the first parent of its block keys (its cache namespace). ``n`` answers
-    to it are wanted. ``priority`` and ``class_limit`` are those of its class (see ``engine.wire.Submit``).
+    to it are wanted. ``priority`` and ``class_limit`` are those of its class, ``max_cached_blocks`` is the quota of
+    the tenant ``owner`` (see ``engine.wire.Submit``).
     """
 
     token_ids: list[int]
@@ -40,6 +42,23 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     n: int = 1
     priority: int = 0
     class_limit: int = 0
+    owner: str = ""
+    max_cached_blocks: int = 0
+
+    def submit(self, id: int) -> Submit:
+        """The message that starts it at one of our engines, as request ``id`` of the connection."""
+        return Submit(
+            id,
+            token_bytes(self.token_ids),
+            self.root,
+            self.sampling,
+            self.use_cache,
+            self.n,
+            self.priority,
+            self.class_limit,
+            self.owner,
+            self.max_cached_blocks,
+        )
 
 
 class CountedOutput(Output, frozen=True):

@@ -12,8 +12,7 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from cache_policy.keys import token_bytes
-from engine.wire import Abort, Call, EngineInfo, FromEngine, Load, Output, Reply, StepReport, Submit
+from engine.wire import Abort, Call, EngineInfo, FromEngine, Load, Output, Reply, StepReport
 from gateway.errors import HeadstartError, ReplicaError, ReplicaUnavailable
 from gateway.replicas.base import GenerationRequest, ReplicaObserver, ReplicaState
 from gateway.replicas.connection import EngineConnection
@@ -121,18 +120,7 @@ class EngineReplica:
         connection = self._connected()
         mailbox = self._in_flight.open(request.n)
         try:
-            connection.send(
-                Submit(
-                    mailbox.id,
-                    token_bytes(request.token_ids),
-                    request.root,
-                    request.sampling,
-                    request.use_cache,
-                    request.n,
-                    request.priority,
-                    request.class_limit,
-                )
-            )
+            connection.send(request.submit(mailbox.id))
             while not mailbox.emptied:
                 yield await mailbox.take()
         finally:

@@ -15,12 +15,11 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
-from cache_policy.keys import token_bytes
 from engine.core import EngineCore
 from engine.detokenize import IncrementalDetokenizer
 from engine.errors import CallError
 from engine.scripted import ScriptedRunner
-from engine.wire import EngineInfo, Load, Output, StepReport, StepTiming, Submit
+from engine.wire import EngineInfo, Load, Output, StepReport, StepTiming
 from gateway.errors import ReplicaError, ReplicaUnavailable
 from gateway.replicas.base import GenerationRequest, ReplicaObserver, ReplicaState
 from gateway.replicas.inflight import InFlight
@@ -140,18 +139,7 @@ class ScriptedReplica:
         core, mailbox = self._core, self._in_flight.open(request.n)
         self.submitted.append(request)
         try:
-            core.submit(
-                Submit(
-                    mailbox.id,
-                    token_bytes(request.token_ids),
-                    request.root,
-                    request.sampling,
-                    request.use_cache,
-                    request.n,
-                    request.priority,
-                    request.class_limit,
-                )
-            )
+            core.submit(request.submit(mailbox.id))
             self._work.set()
             while not mailbox.emptied:
                 yield await mailbox.take()

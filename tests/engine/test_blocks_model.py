@@ -40,6 +40,9 @@ SOURCES = ((0,) * 13, (0, 0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 0, 1), (0, 0, 1, 1, 1, 1
 # Prefixes are shared, diverge and come back all the time.
 PROMPTS = st.builds(lambda source, length: list(source[:length]), st.sampled_from(SOURCES), st.integers(1, 13))
 
+QUOTAS = {b"one": 3, b"two": 0}
+"""Of the tenants, each with a namespace of its own."""
+
 Written = tuple[bytes | None, tuple[int, ...]]
 """What one slot of a block holds: KV depends on the namespace and on every token up to its own."""
 
@@ -58,7 +61,7 @@ class PoolModel(RuleBasedStateMachine):
         self.tables: list[BlockTable] = []
         self.resident: dict[bytes, bytes | None] = {}  # key -> parent's key, from events alone
         self.pins: list[list[bytes]] = []
-        self.hits = self.copies = self.in_flight = self.pinned = 0  # how often each was seen
+        self.hits = self.copies = self.in_flight = self.pinned = self.refused = 0  # how often each was seen
 
     # --- what the model knows ------------------------------------------------------------------------
 
@@ -93,6 +96,15 @@ class PoolModel(RuleBasedStateMachine):
 
     def used_keys(self) -> set[bytes]:
         return {key for table in self.tables for key in table.keys[: table.published]}
+
+    def owned(self, tenant: str) -> set[bytes]:
+        """The tenant's resident keys."""
+        blocks = self.blocks._pool.blocks
+        return {block.key for block in blocks if block.key is not None and block.root == tenant.encode()}
+
+    def of_other_tenants(self, table: BlockTable) -> set[bytes]:
+        blocks = self.blocks._pool.blocks
+        return {block.key for block in blocks if block.key is not None and block.root != table.root}
 
     def expected_hit(self, table: BlockTable) -> int:
         """The longest run of resident full blocks, short of the last token."""
@@ -132,7 +144,8 @@ class PoolModel(RuleBasedStateMachine):
 
     @rule(target=live, tokens=PROMPTS, root=ROOTS | st.none(), headroom=st.integers(0, 2))
     def allocate(self, tokens: list[int], root: bytes | None, headroom: int) -> object:
-        table = BlockTable(tokens, root)
+        owner = None if root is None else self.blocks.owner(root.decode(), QUOTAS[root])
+        table = BlockTable(tokens, root, owner)
         before = self.state()
         self.assert_hit(self.blocks.lookup(table), table)
         self.assert_in_flight(table)
@@ -200,8 +213,15 @@ class PoolModel(RuleBasedStateMachine):
             block = table.blocks[position // BLOCK]
             assert sum(block in other.blocks for other in self.tables) == 1  # never write what is shared
             self.slots[block][position % BLOCK] = self.written(table, position)
+        others = self.of_other_tenants(table)
+        publishing = table.publishing
         self.blocks.commit(table, end)
         self.hear()
+        assert others <= self.resident.keys()  # nobody makes room for another tenant's block
+        if publishing and not table.publishing and table.owner is not None:
+            idle = self.owned(table.owner.name) - self.used_keys() - self.protected()
+            self.refused += not idle  # for want of room; else for a collision
+            assert not idle or self.block_hash is not hash_block
 
     @rule(tokens=PROMPTS, root=ROOTS)
     def run_to_its_end(self, tokens: list[int], root: bytes) -> None:
@@ -277,6 +297,8 @@ class PoolModel(RuleBasedStateMachine):
         assert stats.used + stats.idle + stats.empty == NUM_BLOCKS
         assert stats.used == len({block for table in self.tables for block in table.blocks})
         assert stats.pinned == len(self.protected())
+        for root, quota in QUOTAS.items():
+            assert not quota or len(self.owned(root.decode())) <= quota
         assert len(self.blocks.pins()) == len(self.pins)
 
     @invariant()
@@ -413,6 +435,7 @@ def test_long_histories_keep_every_invariant(seed: int) -> None:
     assert model.copies > LONG // 1000
     assert model.in_flight > LONG // 1000
     assert model.pinned > LONG // 1000
+    assert model.refused > LONG // 1000
     assert model.blocks.stats().evictions > LONG // 100
 
 

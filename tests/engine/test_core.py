@@ -127,12 +127,15 @@ class Engine:
         use_cache: bool = True,
         priority: int = 0,
         class_limit: int = 0,
+        owner: str = "",
+        max_cached_blocks: int = 0,
         **sampling: object,
     ) -> list[Answer]:
         id = len(self.choices)
         answers = self.choices[id] = [Answer() for _ in range(n)]
         chosen = Sampling(max_tokens=count, **{"temperature": 0, **sampling})  # type: ignore[arg-type]
-        self.core.submit(Submit(id, token_bytes(list(prompt)), ROOT, chosen, use_cache, n, priority, class_limit))
+        limits = (priority, class_limit, owner, max_cached_blocks)
+        self.core.submit(Submit(id, token_bytes(list(prompt)), ROOT, chosen, use_cache, n, *limits))
         return answers
 
     @property
@@ -651,8 +654,8 @@ def test_nobody_waits_for_a_lower_class_to_compute_a_prefix() -> None:
     assert low.tokens == high.tokens == expected(prompt, 4)
 
 
-@pytest.mark.parametrize("wrong", [{"priority": -1}, {"class_limit": -1}])
-def test_a_class_out_of_range_is_refused(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize("wrong", [{"priority": -1}, {"class_limit": -1}, {"max_cached_blocks": -1}])
+def test_limits_out_of_range_are_refused(wrong: dict[str, int]) -> None:
     engine = Engine()
     answer = engine.submit(tok(0, 20), **wrong)
     engine.run()

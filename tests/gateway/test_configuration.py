@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import ApiKey, ClassConfig, Config, ServerConfig
+from gateway.config import ApiKey, ClassConfig, Config, ServerConfig, TenantConfig
 from gateway.configuration import check_config, is_loopback, load_config
 from gateway.errors import ConfigError
 
@@ -65,6 +65,8 @@ def test_the_environment_reads_numbers_and_booleans_from_text() -> None:
         ("[admin]\nkey_sha256 = 'sk-plain'\n", "admin.key_sha256"),
         (f"[admin]\nkey_sha256 = '{_DIGEST}'\n[keys]\n{_DIGEST} = {{tenant = 'a'}}\n", "admin.key_sha256"),
         ("secret = ''\n", "secret"),
+        ("[tenants.default]\nmax_cached_blocks = -1\n", "max_cached_blocks"),
+        ("[tenants.acme]\nmax_cached_blocks = 8\n", "tenants.acme"),
         ("[server\n", "headstart.toml"),
     ],
 )
@@ -119,3 +121,11 @@ def test_classes_are_defined_before_keys_name_them_and_have_a_priority_each() ->
     for classes in ({"batch": ClassConfig(0)}, {"batch": ClassConfig(3), "nightly": ClassConfig(3)}):
         with pytest.raises(ConfigError, match="priority"):
             check_config(Config(classes=classes))
+
+
+def test_a_quota_is_for_a_tenant_that_there_is() -> None:
+    quota = TenantConfig(max_cached_blocks=64)
+    check_config(Config(tenants={"default": quota}))
+    check_config(Config(keys={_DIGEST: ApiKey("acme")}, tenants={"acme": quota}))
+    with pytest.raises(ConfigError, match="There are: acme"):
+        check_config(Config(keys={_DIGEST: ApiKey("acme")}, tenants={"default": quota}))

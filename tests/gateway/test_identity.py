@@ -6,9 +6,9 @@ import hashlib
 
 import pytest
 
-from gateway.config import AdminConfig, ApiKey, Config
+from gateway.config import DEFAULT_TENANT, AdminConfig, ApiKey, Config
 from gateway.errors import AuthenticationError, PermissionDeniedError
-from gateway.identity import DEFAULT_TENANT, Authenticator, Peer
+from gateway.identity import Authenticator, Peer
 
 
 def _digest(key: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from litestar.routes import HTTPRoute
 
 from gateway.app import create_app
-from gateway.config import AdminConfig, ApiKey, ClassConfig, Config
+from gateway.config import AdminConfig, ApiKey, ClassConfig, Config, TenantConfig
 from gateway.service import Gateway
 
 from .conftest import BASE, MODEL, Bench, Service
@@ -205,3 +205,25 @@ def test_a_keys_class_reaches_the_engine(bench: Bench) -> None:
                 assert (submitted.priority, submitted.class_limit) == wanted
 
     bench.run(scenario, KEYED)
+
+
+def test_a_tenants_quota_holds_in_the_engine_and_takes_from_nobody_else(bench: Bench) -> None:
+    async def scenario(service: Service) -> None:
+        async def cached(key: str, prompt: str) -> int:
+            return (await service.complete(prompt, headers=_key(key))).cached
+
+        for name in ("acme", "bolt"):
+            submitted = service.replica.submitted
+            await cached("sk-a" if name == "acme" else "sk-b", f"{name} says hello")
+            assert (submitted[-1].owner, submitted[-1].max_cached_blocks) == (name, 4 if name == "bolt" else 0)
+        prompt = " ".join(f"w{i}" for i in range(120))
+        await cached("sk-a", prompt)
+        for word in ("one", "two", "three"):
+            await cached("sk-b", f"{word} {prompt}")
+        assert await cached("sk-b", f"three {prompt}") == 4 * 16
+        assert await cached("sk-b", f"two {prompt}") == 0
+        assert await cached("sk-a", prompt) > 4 * 16
+        owners = (await service.replica.call("stats"))["owners"]
+        assert owners == {"bolt": {"cached_blocks": 4, "max_cached_blocks": 4}}
+
+    bench.run(scenario, msgspec.structs.replace(KEYED, tenants={"bolt": TenantConfig(max_cached_blocks=4)}))
