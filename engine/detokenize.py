@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
-__all__ = ["IncrementalDetokenizer", "StopFilter"]
+__all__ = ["IncrementalDetokenizer", "StopFilter", "spelled_bytes"]
 
 _REPLACEMENT: Final = "\ufffd"
 _MAX_CHARACTER_TOKENS: Final = 4
@@ -168,16 +168,22 @@ class _Vocabulary(dict[int, bytes]):
         self.special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self.special else self._tokenizer.id_to_token(token_id)
-        if token is None:
-            data = b""
-        else:
-            try:
-                data = bytes(_BYTE_OF[character] for character in token)
-            except KeyError:  # an added token, spelled as it is
-                data = token.encode()
-        self[token_id] = data
+        data = self[token_id] = b"" if token_id in self.special else spelled_bytes(self._tokenizer, token_id)
         return data
+
+
+def spelled_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """The bytes that one token of a byte-level vocabulary stands for, those of its name for an added token.
+
+    Empty where the vocabulary ends below the model's.
+    """
+    token = tokenizer.id_to_token(token_id)
+    if token is None:
+        return b""
+    try:
+        return bytes(_BYTE_OF[character] for character in token)
+    except KeyError:  # an added token, spelled as it is
+        return bytes(token.encode())
 
 
 @lru_cache(maxsize=8)

@@ -37,11 +37,15 @@ SamplingChoice = Callable[[Plan, EngineInfo], Sampling]
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What is asked of a replica whatever the prompt is: how many choices, and the rules for its caller."""
+    """What is asked of a replica whatever the prompt is: how many choices, and the rules for its caller.
+
+    ``prompt_only`` throws away what is generated: a replica generates one token at least.
+    """
 
     n: int = 1
     service_class: ClassConfig = ClassConfig()
     tenant: TenantConfig = TenantConfig()
+    prompt_only: bool = False
 
 
 _ALONE: Final = Terms()
@@ -59,19 +63,22 @@ class Generation:
 
     Iterate to get the outputs of its ``n`` choices as they come; the counts are complete afterwards. ``cached_tokens``
     is known from the start where the replica's engine is ours, at the end elsewhere, and None until then and where the
-    replica does not tell. ``finish_reasons`` has those of the choices that have ended, by index.
+    replica does not tell. ``prompt_logprobs`` are there from the start, if they were asked for. ``finish_reasons`` has
+    those of the choices that have ended, by index.
     """
 
     def __init__(
-        self, plan: Plan, n: int, first: Output, outputs: AsyncGenerator[Output, None], first_at: float
+        self, plan: Plan, terms: Terms, first: Output, outputs: AsyncGenerator[Output, None], first_at: float
     ) -> None:
         self.plan: Final = plan
-        self.n: Final = n
+        self.n: Final = terms.n
+        self.prompt_logprobs: Final = first.prompt_logprobs
         self.cached_tokens = first.cached_tokens
         self.completion_tokens = 0
         self.finish_reasons: dict[int, str] = {}
         self.prefill_s = first.prefill_s or 0.0
         self.first_at: Final = first_at
+        self._prompt_only: Final = terms.prompt_only
         self._first: Output | None = first
         self._outputs: Final = outputs
 
@@ -99,6 +106,9 @@ class Generation:
             output, self._first = self._first, None
         else:
             output = await anext(self._outputs)
+        if self._prompt_only:
+            ended = output.finish_reason and "length"  # whatever the token is that nobody asked for
+            output = Output(output.id, finish_reason=ended, cached_tokens=output.cached_tokens, index=output.index)
         self._count(output)
         return output
 
@@ -216,7 +226,7 @@ class Dispatcher:
             first = await anext(outputs)
             flight.prefilled()
             await stack.enter_async_context(attempt.pop_all())
-        return Generation(plan, terms.n, first, outputs, time.monotonic())
+        return Generation(plan, terms, first, outputs, time.monotonic())
 
     async def _wait_for_a_replica(self) -> None:
         """Wait until some replica is ready; gives up early when none is on its way."""

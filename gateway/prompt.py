@@ -21,6 +21,7 @@ from gateway.canonical.messages import Message
 from gateway.chat_template import ChatTemplate
 from gateway.errors import ConfigError, InvalidRequestError
 from gateway.segments import CutRule, SegmentEncoder, TooManyTokens, cut_rule, is_ink, refuse_hopeless
+from gateway.spelling import TokenSpellings
 
 __all__ = ["DocumentTokens", "PromptRenderer", "PromptText"]
 
@@ -49,7 +50,7 @@ class DocumentTokens(msgspec.Struct, frozen=True):
 class PromptRenderer:
     """Renders and tokenizes for one model folder. Owns the memory of tokenized segments; belongs to one thread.
 
-    ``vocab_size`` is one more than the highest token id.
+    ``vocab_size`` is one more than the highest token id, ``spellings`` how each token is written.
     """
 
     def __init__(self, folder: Path, *, segment_capacity: int = _SEGMENT_CAPACITY) -> None:
@@ -67,6 +68,7 @@ class PromptRenderer:
         template = _template_source(folder, settings)
         self._template: Final = None if template is None else ChatTemplate(template, _special_spellings(settings))
         self.vocab_size: Final = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.spellings: Final = TokenSpellings(self._tokenizer)
         rule = cut_rule(definition)
         self._segments: Final = SegmentEncoder(self._tokenizer, rule, segment_capacity)
         self._guard: Final = _Guard(definition, self._template.literal_text if self._template else "")

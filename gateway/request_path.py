@@ -21,7 +21,7 @@ from gateway.routing.placement import Placement, encode_text, place_chat, place_
 from gateway.routing.router import Candidate, Router
 from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 
-__all__ = ["RequestPath"]
+__all__ = ["RequestPath", "single_prompt"]
 
 _PASSED_ON: Final = "text completions are passed on as they are"
 
@@ -83,7 +83,7 @@ class RequestPath:
     def plan_completion(self, body: CompletionRequest, caller: Caller) -> Plan:
         """Decide where a text completion goes; its prompt is left as it is. Raises as ``plan_chat``."""
         self.check_model(body.model)
-        prompt = _single_prompt(body.prompt)
+        prompt = single_prompt(body.prompt)
         candidates = self._router.candidates()
         if isinstance(prompt, str):
             token_ids = encode_text(prompt, candidates, self._renderer)
@@ -170,8 +170,12 @@ def _uses_cache(body: SamplingFields) -> bool:
     return body.headstart is None or not body.headstart.bypass
 
 
-def _single_prompt(prompt: str | list[Any]) -> str | list[Any]:
-    """The one prompt of a completion body: a text or a list of ids, also as the only element of a list."""
+def single_prompt(prompt: str | list[Any]) -> str | list[Any]:
+    """The one prompt of a completion body: a text or a list of ids, also as the only element of a list.
+
+    Raises:
+        InvalidRequestError: there are several.
+    """
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):

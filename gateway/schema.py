@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from engine.admission import MAX_BIAS, MAX_LOGPROBS, MAX_PENALTY, MAX_REPETITION_PENALTY
 from gateway.config import HoistMode, OrderMode
 
 __all__ = [
@@ -26,6 +27,12 @@ __all__ = [
 
 MAX_DOCUMENTS: Final = 10_000
 """Documents of one request, more than fit any model: a body has room for so many that reading them takes seconds."""
+
+_Choices = Annotated[int, Meta(ge=1, le=128)]
+_TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+_Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+_RepetitionPenalty = Annotated[float, Meta(ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
+_Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -60,7 +67,11 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that chat and text completions share."""
+    """Fields that chat and text completions share.
+
+    ``repetition_penalty``, ``prompt_logprobs`` and the beam search (``use_beam_search``, ``length_penalty``,
+    ``early_stopping``) are vLLM's.
+    """
 
     model: str
     max_tokens: int | None = None
@@ -68,17 +79,20 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n: _Choices | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Meta(ge=0)] = 0
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    prompt_logprobs: int | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: _RepetitionPenalty | None = None
+    logit_bias: dict[str, _Bias] | None = None
+    prompt_logprobs: _TopLogprobs | None = None
+    use_beam_search: bool = False
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+    early_stopping: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -100,15 +114,18 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: _TopLogprobs | None = None
     response_format: dict[str, Any] | None = None
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
-    """``POST /v1/completions``. ``prompt`` is text, token ids, or a list of either with one element."""
+    """``POST /v1/completions``. ``prompt`` is text, token ids, or a list of either with one element.
+
+    ``max_tokens`` 0 with ``echo`` gives the prompt back and generates nothing.
+    """
 
     prompt: str | list[Any]
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
-    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    logprobs: _TopLogprobs | None = None
+    best_of: _Choices | None = None
     suffix: str | None = None

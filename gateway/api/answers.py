@@ -8,19 +8,24 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Final
 
 import msgspec
+from msgspec import UNSET, Raw, UnsetType
 
+from engine.wire import Output, TokenLogprobs
 from gateway.api.errors import encode_error
+from gateway.api.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsWriter, Piece, prompt_logprobs
 from gateway.errors import HeadstartError
+from gateway.spelling import TokenSpellings
 
-__all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "Usage"]
+__all__ = ["AnswerFormat", "ChatFormat", "Choice", "CompletionFormat", "Shown", "Usage"]
 
 _encode = msgspec.json.Encoder().encode
 
 DONE: Final = b"data: [DONE]\n\n"
+_NULL: Final = b"null"
 
 
 class _PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -42,6 +47,50 @@ class Usage(msgspec.Struct, frozen=True):
         return cls(prompt, completion, prompt + completion, details)
 
 
+class Shown(msgspec.Struct, frozen=True):
+    """What an answer shows besides its text.
+
+    ``usage`` gives every event of a stream that field, null but for the last one. ``logprobs`` and ``prompt_logprobs``
+    are how many alternatives there are per token, None for no log-probabilities at all.
+    """
+
+    usage: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class Choice:
+    """One choice of an answer that is not streamed, as it comes. Owned by the request."""
+
+    __slots__ = ("_sum", "_texts", "_tokens", "finish_reason", "logprobs")
+
+    def __init__(self) -> None:
+        self.finish_reason = ""
+        self.logprobs: list[Piece] = []
+        self._texts: list[str] = []
+        self._sum = 0.0
+        self._tokens = 0
+
+    def add(self, output: Output, logprobs: Piece | None) -> None:
+        """What has come of it, with what ``AnswerFormat.logprobs`` made of its log-probabilities."""
+        self._texts.append(output.text)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        self._sum += sum([entry.logprob for entry in output.logprobs])
+        self._tokens += len(output.logprobs)
+        self.finish_reason = output.finish_reason or ""
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(self._texts)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Per token; 0 when none were asked for."""
+        return self._sum / max(1, self._tokens)
+
+
 class _ChatMessage(msgspec.Struct, frozen=True):
     role: str
     content: str
@@ -52,14 +101,15 @@ class _ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: _ChatMessage
     finish_reason: str
-    logprobs: None = None
+    logprobs: Raw
 
 
 class _TextChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
     finish_reason: str
-    logprobs: None = None
+    logprobs: Raw
+    prompt_logprobs: Raw | UnsetType
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -69,38 +119,51 @@ class _Answer(msgspec.Struct, frozen=True):
     model: str
     choices: list[_ChatChoice] | list[_TextChoice]
     usage: Usage
+    prompt_logprobs: Raw | UnsetType = UNSET
 
 
 class AnswerFormat(ABC):
-    """How one answer is written. Made per request; its id and time of creation are fixed with it.
-
-    ``with_usage`` gives every event of a stream the field ``usage``, null but for the last one.
-    """
+    """How one answer is written. Made per request; its id and time of creation are fixed with it."""
 
     id_prefix: ClassVar[str]
     object_name: ClassVar[str]
     event_object_name: ClassVar[str]
 
-    def __init__(self, model: str, *, with_usage: bool = False) -> None:
+    def __init__(self, model: str, spellings: TokenSpellings, shown: Shown) -> None:
         self.id = f"{self.id_prefix}-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self.model = model
-        self._with_usage = with_usage
+        self._spellings = spellings
+        self._shown = shown
+        self._writer: LogprobsWriter | None = None
+        self._prompt_logprobs: Raw | UnsetType = UNSET
         head = {"id": self.id, "object": self.event_object_name, "created": self.created, "model": model}
         self._head: Final = b"data: " + _encode(head)[:-1] + b',"choices":['
-        self._tail: Final = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._tail: Final = b'],"usage":null}\n\n' if shown.usage else b"]}\n\n"
 
-    def whole(self, choices: Sequence[tuple[str, str]], usage: Usage) -> bytes:
-        """The body of an answer that is not streamed, from each choice's text and finish reason."""
-        return _encode(_Answer(self.id, self.object_name, self.created, self.model, self._choices(choices), usage))
+    def take_prompt(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
+        """The prompt, and its log-probabilities if they were asked for. Called once, before anything is written."""
+        if self._shown.prompt_logprobs is not None:
+            self._prompt_logprobs = Raw(prompt_logprobs(entries, self._spellings, self._shown.prompt_logprobs))
+
+    def logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> Piece | None:
+        """The log-probabilities of a choice's next tokens as JSON; None when there are none or nobody wants them.
+
+        Called once for each output of the choice, in order.
+        """
+        return self._writer.piece(index, entries) if self._writer is not None and entries else None
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+        return _encode(self._answer(choices, usage))
 
     def opening_event(self, index: int) -> bytes:
         """What comes before the first text of a choice."""
         return b""
 
-    def text_event(self, index: int, text: str) -> bytes:
-        """An event with new text of a choice."""
-        return self._event(index, self._text_choice(_encode(text)))
+    def text_event(self, index: int, text: str, logprobs: Piece | None) -> bytes:
+        """An event with new text of a choice, or with new tokens whose text is not certain yet."""
+        return self._event(index, self._text_choice(_encode(text), self._logprobs([logprobs] if logprobs else [])))
 
     def finish_event(self, index: int, finish_reason: str) -> bytes:
         """What comes after the last text of a choice."""
@@ -108,7 +171,7 @@ class AnswerFormat(ABC):
 
     def closing_events(self, usage: Usage) -> bytes:
         """What comes after the last choice's end, down to ``[DONE]``."""
-        if not self._with_usage:
+        if not self._shown.usage:
             return DONE
         return b"".join((self._head, b'],"usage":', _encode(usage), b"}\n\n", DONE))
 
@@ -121,11 +184,14 @@ class AnswerFormat(ABC):
         """An event with one choice; ``choice`` is what follows its index."""
         return b"".join((self._head, b'{"index":%d,' % index, choice, self._tail))
 
-    @abstractmethod
-    def _choices(self, choices: Sequence[tuple[str, str]]) -> list[_ChatChoice] | list[_TextChoice]: ...
+    def _logprobs(self, pieces: Sequence[Piece]) -> bytes:
+        return self._writer.joined(pieces) if self._writer is not None and pieces else _NULL
 
     @abstractmethod
-    def _text_choice(self, text: bytes) -> bytes: ...
+    def _answer(self, choices: Sequence[Choice], usage: Usage) -> _Answer: ...
+
+    @abstractmethod
+    def _text_choice(self, text: bytes, logprobs: bytes) -> bytes: ...
 
     @abstractmethod
     def _end_choice(self, finish_reason: bytes) -> bytes: ...
@@ -138,18 +204,28 @@ class ChatFormat(AnswerFormat):
     object_name = "chat.completion"
     event_object_name = "chat.completion.chunk"
 
+    def __init__(self, model: str, spellings: TokenSpellings, shown: Shown) -> None:
+        super().__init__(model, spellings, shown)
+        self._writer = None if shown.logprobs is None else ChatLogprobs(spellings)
+
     def opening_event(self, index: int) -> bytes:
         """The role."""
         return self._event(index, b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}')
 
-    def _choices(self, choices: Sequence[tuple[str, str]]) -> list[_ChatChoice]:
-        return [
-            _ChatChoice(index, _ChatMessage("assistant", text), finish_reason)
-            for index, (text, finish_reason) in enumerate(choices)
+    def _answer(self, choices: Sequence[Choice], usage: Usage) -> _Answer:
+        written = [
+            _ChatChoice(
+                index,
+                _ChatMessage("assistant", choice.text),
+                choice.finish_reason,
+                Raw(self._logprobs(choice.logprobs)),
+            )
+            for index, choice in enumerate(choices)
         ]
+        return _Answer(self.id, self.object_name, self.created, self.model, written, usage, self._prompt_logprobs)
 
-    def _text_choice(self, text: bytes) -> bytes:
-        return b'"delta":{"content":' + text + b'},"logprobs":null,"finish_reason":null}'
+    def _text_choice(self, text: bytes, logprobs: bytes) -> bytes:
+        return b'"delta":{"content":' + text + b'},"logprobs":' + logprobs + b',"finish_reason":null}'
 
     def _end_choice(self, finish_reason: bytes) -> bytes:
         return b'"delta":{},"logprobs":null,"finish_reason":' + finish_reason + b"}"
@@ -162,11 +238,51 @@ class CompletionFormat(AnswerFormat):
     object_name = "text_completion"
     event_object_name = "text_completion"
 
-    def _choices(self, choices: Sequence[tuple[str, str]]) -> list[_TextChoice]:
-        return [_TextChoice(index, text, finish_reason) for index, (text, finish_reason) in enumerate(choices)]
+    def __init__(
+        self,
+        model: str,
+        spellings: TokenSpellings,
+        shown: Shown,
+        echo: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """``echo`` makes the text of the prompt's tokens, to be written in front of each choice's own."""
+        super().__init__(model, spellings, shown)
+        self._echo = echo
+        self._prompt = ""
+        self._prompt_pieces: list[Piece] = []
 
-    def _text_choice(self, text: bytes) -> bytes:
-        return b'"text":' + text + b',"logprobs":null,"finish_reason":null}'
+    def take_prompt(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
+        """See ``AnswerFormat``."""
+        super().take_prompt(token_ids, entries)
+        if self._echo is not None:
+            self._prompt = self._echo(token_ids)
+        if self._shown.logprobs is None:
+            return
+        self._writer = CompletionLogprobs(self._spellings, self._shown.logprobs, self._prompt)
+        if self._echo is not None:
+            self._prompt_pieces = [self._writer.prompt_piece(token_ids, entries)]
+
+    def opening_event(self, index: int) -> bytes:
+        """The prompt, where it is echoed."""
+        if self._echo is None:
+            return b""
+        return self._event(index, self._text_choice(_encode(self._prompt), self._logprobs(self._prompt_pieces)))
+
+    def _answer(self, choices: Sequence[Choice], usage: Usage) -> _Answer:
+        written = [
+            _TextChoice(
+                index,
+                self._prompt + choice.text,
+                choice.finish_reason,
+                Raw(self._logprobs([*self._prompt_pieces, *choice.logprobs])),
+                self._prompt_logprobs,
+            )
+            for index, choice in enumerate(choices)
+        ]
+        return _Answer(self.id, self.object_name, self.created, self.model, written, usage)
+
+    def _text_choice(self, text: bytes, logprobs: bytes) -> bytes:
+        return b'"text":' + text + b',"logprobs":' + logprobs + b',"finish_reason":null}'
 
     def _end_choice(self, finish_reason: bytes) -> bytes:
         return b'"text":"","logprobs":null,"finish_reason":' + finish_reason + b"}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, TypeVar
 
 import msgspec
@@ -14,20 +15,22 @@ from litestar import asgi
 from litestar.handlers import ASGIRouteHandler
 from litestar.types import Receive, Scope, Send
 
-from gateway.api.answers import AnswerFormat, ChatFormat, CompletionFormat, Usage
+from gateway.api.answers import AnswerFormat, ChatFormat, Choice, CompletionFormat, Shown, Usage
 from gateway.api.decoding import decode_body
 from gateway.api.errors import report_unexpected
 from gateway.api.exchange import ClientGone, Exchange
 from gateway.api.validation import (
-    chat_max_tokens,
+    Asked,
+    chat_asked,
     check_chat,
     check_completion,
-    completion_max_tokens,
+    completion_asked,
     sampling_for,
 )
 from gateway.errors import HeadstartError, MethodNotAllowedError, OverloadedError
 from gateway.generation import Generation, Terms
 from gateway.plan import Caller, Plan
+from gateway.request_path import single_prompt
 from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 from gateway.service import Gateway
 
@@ -58,7 +61,7 @@ class _Job(msgspec.Struct, frozen=True):
     """A checked request: how to plan it, what to ask of the engine, how to write the answer."""
 
     body: SamplingFields
-    max_tokens: int | None
+    asked: Asked
     planner: Callable[[], Plan]
     format: AnswerFormat
     terms: Terms
@@ -67,25 +70,45 @@ class _Job(msgspec.Struct, frozen=True):
 def _chat(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
     body = decode_body(_chat_decoder, data)
     check_chat(body, tools_supported=gateway.renderer.supports_tools)
+    asked = chat_asked(body)
     return _Job(
         body,
-        chat_max_tokens(body),
+        asked,
         lambda: gateway.path.plan_chat(body, caller),
-        ChatFormat(body.model, with_usage=_wants_usage(body)),
-        Terms(body.n or 1, gateway.service_class(caller), gateway.tenant(caller)),
+        ChatFormat(body.model, gateway.renderer.spellings, _shown(body, asked.logprobs)),
+        _terms(gateway, caller, asked),
     )
 
 
 def _completion(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
     body = decode_body(_completion_decoder, data)
     check_completion(body)
+    asked = completion_asked(body)
+    spellings, shown = gateway.renderer.spellings, _shown(body, body.logprobs)
     return _Job(
         body,
-        completion_max_tokens(body),
+        asked,
         lambda: gateway.path.plan_completion(body, caller),
-        CompletionFormat(body.model, with_usage=_wants_usage(body)),
-        Terms(body.n or 1, gateway.service_class(caller), gateway.tenant(caller)),
+        CompletionFormat(body.model, spellings, shown, partial(_prompt_text, gateway, body) if body.echo else None),
+        _terms(gateway, caller, asked),
     )
+
+
+def _shown(body: SamplingFields, logprobs: int | None) -> Shown:
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    return Shown(with_usage, logprobs, body.prompt_logprobs)
+
+
+def _terms(gateway: Gateway, caller: Caller, asked: Asked) -> Terms:
+    return Terms(
+        asked.generated, gateway.service_class(caller), gateway.tenant(caller), prompt_only=asked.max_tokens == 0
+    )
+
+
+def _prompt_text(gateway: Gateway, body: CompletionRequest, token_ids: Sequence[int]) -> str:
+    """The text of a completion's prompt, as it was given where it was given as text."""
+    prompt = single_prompt(body.prompt)
+    return prompt if isinstance(prompt, str) else gateway.renderer.decode(token_ids)
 
 
 async def _serve(gateway: Gateway, exchange: Exchange, read: Callable[[Gateway, bytes, Caller], _Job]) -> None:
@@ -107,14 +130,20 @@ async def _generate(gateway: Gateway, exchange: Exchange, job: _Job, arrived: fl
     try:
         async with gateway.dispatcher.generate(
             job.planner,
-            lambda plan, info: sampling_for(body, job.max_tokens, len(plan.token_ids), info),
+            lambda plan, info: sampling_for(body, job.asked, len(plan.token_ids), info),
             terms=job.terms,
             arrived=arrived,
         ) as generation:
+            # In a thread: of a long prompt there are hundreds of thousands of log-probabilities, all at once.
+            arguments = generation.plan.token_ids, generation.prompt_logprobs
+            if generation.prompt_logprobs:
+                await asyncio.to_thread(job.format.take_prompt, *arguments)
+            else:
+                job.format.take_prompt(*arguments)
             if body.stream:
                 await _stream(exchange, generation, job.format)
             else:
-                await _answer(exchange, generation, job.format)
+                await _answer(exchange, generation, job.format, job.asked.n)
     except HeadstartError as error:
         if not exchange.started:
             raise
@@ -131,11 +160,13 @@ async def _generate(gateway: Gateway, exchange: Exchange, job: _Job, arrived: fl
         await exchange.break_off(job.format.error_event(report_unexpected(error, exchange.id)))
 
 
-async def _answer(exchange: Exchange, generation: Generation, format: AnswerFormat) -> None:
-    pieces: list[list[str]] = [[] for _ in range(generation.n)]
+async def _answer(exchange: Exchange, generation: Generation, format: AnswerFormat, shown: int) -> None:
+    choices = [Choice() for _ in range(generation.n)]
     async for output in generation:
-        pieces[output.index].append(output.text)
-    choices = [("".join(texts), generation.finish_reasons[index]) for index, texts in enumerate(pieces)]
+        choices[output.index].add(output, format.logprobs(output.index, output.logprobs))
+    if shown < generation.n:
+        # The best have the highest log-probability per token, as OpenAI documents it; of equals the first drawn.
+        choices = sorted(choices, key=lambda choice: choice.mean_logprob, reverse=True)[:shown]
     await exchange.answer(_headers(generation), format.whole(choices, _usage(generation)))
 
 
@@ -143,8 +174,9 @@ async def _stream(exchange: Exchange, generation: Generation, format: AnswerForm
     await exchange.start_events(_headers(generation))
     events = b"".join([format.opening_event(index) for index in range(generation.n)])
     async for output in generation:
-        if output.text:
-            events += format.text_event(output.index, output.text)
+        logprobs = format.logprobs(output.index, output.logprobs)
+        if output.text or logprobs:
+            events += format.text_event(output.index, output.text, logprobs)
         if output.finish_reason is not None:
             events += format.finish_event(output.index, output.finish_reason)
         if generation.ended:
@@ -152,10 +184,6 @@ async def _stream(exchange: Exchange, generation: Generation, format: AnswerForm
         elif events:
             await exchange.send_events(events)
             events = b""
-
-
-def _wants_usage(body: SamplingFields) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage
 
 
 def _usage(generation: Generation) -> Usage:

@@ -142,6 +142,8 @@ def _merged(outputs: list[Output]) -> Output:
         first.queue_s,
         last.error,
         first.index,
+        tuple([entry for output in outputs for entry in output.logprobs]),
+        first.prompt_logprobs,
     )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.api import models
+from engine.wire import Sampling
+from gateway.api import models, validation
 from gateway.schema import MAX_DOCUMENTS
 
 from .conftest import MODEL, Answer, Bench, Service, with_limits
@@ -42,7 +43,8 @@ def test_i1_n_and_best_of_are_bounded_before_any_work(bench: Bench) -> None:
             await _refused(service, await service.chat(n=value), "n")
             await _refused(service, await service.complete("x", n=value), "n")
             await _refused(service, await service.complete("x", best_of=value), "best_of")
-        await _refused(service, await service.complete("x", n=2, best_of=2), "best_of")
+        await _refused(service, await service.complete("x", n=3, best_of=2), "best_of")
+        await _refused(service, await service.complete("x", best_of=2, stream=True), "best_of")
         await _still_serves(service)
 
     bench.run(scenario)
@@ -149,6 +151,9 @@ def test_i8_token_limits_are_whole_and_positive(bench: Bench) -> None:
             await _refused(service, await service.chat(max_tokens=value), "max_tokens")
             await _refused(service, await service.chat(max_completion_tokens=value), "max_completion_tokens")
             await _refused(service, await service.complete("x", max_tokens=value), "max_tokens")
+        for value in (-1, False):
+            await _refused(service, await service.complete("x", max_tokens=value, echo=True), "max_tokens")
+        await _still_serves(service)
 
     bench.run(scenario)
 
@@ -158,9 +163,13 @@ OUT_OF_RANGE: list[tuple[str, list[Any]]] = [
     ("top_p", [-1, 0, 1.0000001, 2]),
     ("top_k", [-2, 1.5, "x"]),
     ("min_p", [2, -0.1]),
-    ("presence_penalty", [-3, 1e30, 0.5]),
-    ("frequency_penalty", [-3, 1e30, 0.5]),
-    ("repetition_penalty", [0, -3, 1e30, 1.1]),
+    ("presence_penalty", [-3, 2.1, 1e30, "x"]),
+    ("frequency_penalty", [-3, 2.1, 1e30, True]),
+    ("repetition_penalty", [0, -3, 1e-30, 1e30]),
+    ("prompt_logprobs", [-1, 21, 1_000_000, 1.5, True]),
+    ("use_beam_search", [1, "yes"]),
+    ("length_penalty", [1e30, -11, "x"]),
+    ("early_stopping", ["never", 1]),
     ("min_tokens", [-1, 10**9]),
     ("seed", [1.5, "x"]),
     ("stop", ["", ["a", ""], ["x"] * 17, "x" * 2000, 5, [5]]),
@@ -194,7 +203,9 @@ def test_i9_what_is_no_number_in_json_is_refused(bench: Bench) -> None:
 
 def test_i10_token_ids_outside_the_vocabulary_are_refused(bench: Bench) -> None:
     prompts: list[Any] = [[10**9], [-1], [1.5], ["a", 1], [True], [2**70], [[10**9]], [bench.vocab_size]]
-    biases: list[Any] = [{"10000000": 5}, {"-1": 5}, {"x": 5}, {"5": 1e30}, {"5": "x"}]
+    biases: list[Any] = [{"10000000": 5}, {"-1": 5}, {"x": 5}, {"5": 1e30}, {"5": -101}, {"5": "x"}, {"5": None}]
+    biases += [{key: 5} for key in ("", " 5", "+5", "05", "5.0", "5_0", "\u0665", "5\n", "9" * 5000)]
+    biases += [{str(bench.vocab_size): 5}, {str(token): 1 for token in range(5000)}, [5], 5]
 
     async def scenario(service: Service) -> None:
         for prompt in prompts:
@@ -208,26 +219,51 @@ def test_i10_token_ids_outside_the_vocabulary_are_refused(bench: Bench) -> None:
     bench.run(scenario)
 
 
+LOGPROBS: list[tuple[str, dict[str, Any], str]] = [
+    *[("chat", {"logprobs": True, "top_logprobs": value}, "top_logprobs") for value in (-1, 21, 1_000_000, 1.5, True)],
+    ("chat", {"top_logprobs": 5}, "top_logprobs"),
+    ("chat", {"top_logprobs": 5, "logprobs": False}, "top_logprobs"),
+    ("chat", {"logprobs": 5}, "logprobs"),
+    *[("complete", {"logprobs": value}, "logprobs") for value in (-1, 21, 1_000_000, 1.5, True)],
+    ("complete", {"prompt_logprobs": -1}, "prompt_logprobs"),
+    ("chat", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ("complete", {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+]
+
+
+def test_f3_how_many_logprobs_may_be_asked_for_is_bounded(bench: Bench) -> None:
+    async def scenario(service: Service) -> None:
+        for route, fields, param in LOGPROBS:
+            await _refused(service, await getattr(service, route)("x", **fields), param)
+        await _still_serves(service)
+
+    bench.run(scenario)
+
+
+def test_f3_logprobs_of_prompts_are_bounded_over_all_choices(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "MAX_PROMPT_LOGPROBS", 100)
+    prompt = bench.tokens(0, 25)
+
+    async def scenario(service: Service) -> None:
+        for fields in ({"prompt_logprobs": 4}, {"prompt_logprobs": 1, "n": 3}):
+            await _refused(service, await service.complete(prompt, **fields), "prompt_logprobs")
+        await _refused(service, await service.complete(prompt, echo=True, logprobs=4), "logprobs")
+        assert (await service.complete(prompt, echo=True, logprobs=3)).status == 200
+        assert (await service.complete(prompt, prompt_logprobs=1, n=2)).status == 200
+
+    bench.run(scenario)
+
+
 UNSUPPORTED: list[tuple[str, Any, str]] = [
-    ("chat", {"logprobs": True}, "logprobs"),
-    ("chat", {"logprobs": True, "top_logprobs": 20}, "logprobs"),
-    ("chat", {"top_logprobs": -1}, "top_logprobs"),
-    ("chat", {"top_logprobs": 1_000_000}, "top_logprobs"),
     ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
     ("chat", {"response_format": {}}, "response_format"),
     ("chat", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ("chat", {"tool_choice": "required"}, "tool_choice"),
-    ("chat", {"prompt_logprobs": -1}, "prompt_logprobs"),
-    ("complete", {"logprobs": 5}, "logprobs"),
-    ("complete", {"logprobs": -1}, "logprobs"),
-    ("complete", {"logprobs": 1_000_000}, "logprobs"),
-    ("complete", {"prompt_logprobs": 1}, "prompt_logprobs"),
-    ("complete", {"echo": True}, "echo"),
     ("complete", {"suffix": "end"}, "suffix"),
 ]
 
 
-def test_f3_what_is_not_supported_is_refused_by_name(bench: Bench) -> None:
+def test_what_is_not_supported_is_refused_by_name(bench: Bench) -> None:
     async def scenario(service: Service) -> None:
         for route, fields, param in UNSUPPORTED:
             await _refused(service, await getattr(service, route)("x", **fields), param)
@@ -236,13 +272,14 @@ def test_f3_what_is_not_supported_is_refused_by_name(bench: Bench) -> None:
 
 
 def test_neutral_values_of_unsupported_parameters_are_accepted(bench: Bench) -> None:
-    neutral = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
+    neutral = {"n": 1, "length_penalty": 1.0, "early_stopping": False, "use_beam_search": False}
     chat = {"logprobs": False, "response_format": {"type": "text"}, "tools": [], "tool_choice": "auto"}
     completion = {"echo": False, "suffix": "", "best_of": 1}
 
     async def scenario(service: Service) -> None:
         assert (await service.chat(**neutral, **chat)).status == 200
         assert (await service.complete("x", **neutral, **completion)).status == 200
+        assert service.replica.submitted[0].sampling == service.replica.submitted[1].sampling == Sampling(8, 0.0)
         unknown = {"foo": {"bar": 1}, "guided_regex": "[", "chat_template": "{% for i in range(9) %}x{% endfor %}"}
         assert (await service.chat(**unknown)).status == 200
 

@@ -92,3 +92,75 @@ def test_closing_a_stream_aborts_it(bench: Bench) -> None:
             assert service.stats().totals.aborted == 1
 
     bench.run(scenario)
+
+
+def test_logprobs_of_a_chat_streamed_and_not(bench: Bench) -> None:
+    async def scenario(service: Service) -> None:
+        async with _client(service) as client:
+            whole = await client.chat.completions.create(
+                model=MODEL, messages=MESSAGES, temperature=0, max_tokens=12, logprobs=True, top_logprobs=3
+            )
+            told = whole.choices[0].logprobs
+            assert told is not None
+            assert told.content is not None
+            assert len(told.content) == 12
+            assert all(entry.logprob <= 0 and len(entry.top_logprobs) == 3 for entry in told.content)
+            data = b"".join(bytes(entry.bytes or ()) for entry in told.content)
+            assert data.decode("utf-8", "ignore") in (whole.choices[0].message.content or "").replace("\ufffd", "")
+            stream = await client.chat.completions.create(
+                model=MODEL, messages=MESSAGES, temperature=0, max_tokens=12, logprobs=True, top_logprobs=3, stream=True
+            )
+            chunks = [chunk.choices[0].logprobs async for chunk in stream]
+            assert [entry for logprobs in chunks if logprobs for entry in logprobs.content or ()] == told.content
+
+    bench.run(scenario)
+
+
+def test_logprobs_echo_and_best_of_completions(bench: Bench) -> None:
+    prompt = bench.tokens(0, 20)
+
+    async def scenario(service: Service) -> None:
+        async with _client(service) as client:
+            for max_tokens in (0, 5):
+                whole = await client.completions.create(
+                    model=MODEL, prompt=prompt, temperature=0, max_tokens=max_tokens, logprobs=2, echo=True
+                )
+                told = whole.choices[0].logprobs
+                assert told is not None
+                assert told.token_logprobs is not None
+                assert len(told.token_logprobs) == len(told.text_offset or ()) == 20 + max_tokens
+                assert told.token_logprobs[0] is None
+                assert whole.choices[0].text.startswith(bench.tokenizer.decode(prompt))
+            stream = await client.completions.create(
+                model=MODEL, prompt=prompt, temperature=0, max_tokens=5, logprobs=2, echo=True, stream=True
+            )
+            chunks = [chunk.choices[0].logprobs async for chunk in stream]
+            assert [token for logprobs in chunks if logprobs for token in logprobs.tokens or ()] == told.tokens
+            best = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=5, best_of=3, seed=1)
+            assert len(best.choices) == 1
+            assert best.usage is not None
+            assert best.usage.completion_tokens == 15
+            with pytest.raises(openai.BadRequestError) as streamed:
+                await client.completions.create(model=MODEL, prompt=prompt, best_of=3, stream=True)
+            assert streamed.value.param == "best_of"
+
+    bench.run(scenario)
+
+
+def test_penalties_and_biases_are_taken(bench: Bench) -> None:
+    async def scenario(service: Service) -> None:
+        async with _client(service) as client:
+            await client.chat.completions.create(
+                model=MODEL, messages=MESSAGES, max_tokens=2, logit_bias={"7": -100}, presence_penalty=1
+            )
+            await client.completions.create(
+                model=MODEL, prompt="x", max_tokens=2, logit_bias={"7": 3}, frequency_penalty=-0.5
+            )
+            chat, completion = (request.sampling for request in service.replica.submitted)
+            assert (chat.logit_bias, chat.presence_penalty) == (((7, -100.0),), 1.0)
+            assert (completion.logit_bias, completion.frequency_penalty) == (((7, 3.0),), -0.5)
+            with pytest.raises(openai.BadRequestError) as wrong:
+                await client.completions.create(model=MODEL, prompt="x", logit_bias={"100000": 1})
+            assert wrong.value.param == "logit_bias"
+
+    bench.run(scenario)
