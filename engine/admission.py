@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Final
 
+from engine.beam import candidates_per_beam
 from engine.wire import EngineInfo, Sampling, Submit
 
 __all__ = [
+    "MAX_BEAM_WIDTH",
     "MAX_BIAS",
     "MAX_BIASED_TOKENS",
+    "MAX_LENGTH_PENALTY",
     "MAX_LOGPROBS",
     "MAX_PENALTY",
     "MAX_PROMPT_LOGPROBS",
@@ -28,6 +32,9 @@ MAX_BIAS: Final = 100.0
 MAX_PENALTY: Final = 2.0
 MAX_REPETITION_PENALTY: Final = 100.0
 """And its inverse at least: logits stay finite."""
+
+MAX_BEAM_WIDTH: Final = 16
+MAX_LENGTH_PENALTY: Final = 10.0
 
 
 def why_refused(
@@ -51,9 +58,10 @@ def why_refused(
             "context_length_exceeded",
             f"the prompt has {len(tokens)} tokens; prompt and output together may have {max_tokens}",
         )
-    for fault in _faults(request.sampling, len(tokens), info.vocab_size):
-        return "invalid_request", fault
-    return None
+    fault = next(
+        chain(_faults(request.sampling, len(tokens), info.vocab_size), _beam_faults(request, info, max_running)), None
+    )
+    return None if fault is None else ("invalid_request", fault)
 
 
 def _faults(sampling: Sampling, prompt_tokens: int, vocab_size: int) -> Iterator[str]:
@@ -80,5 +88,17 @@ def _faults(sampling: Sampling, prompt_tokens: int, vocab_size: int) -> Iterator
             yield f"token ids in logit_bias must be below the vocabulary size of {vocab_size}"
         if not abs(bias) <= MAX_BIAS:
             yield f"biases must lie between {-MAX_BIAS:g} and {MAX_BIAS:g}"
-    if sampling.beam_width:
-        yield "beam search is not available"
+
+
+def _beam_faults(request: Submit, info: EngineInfo, max_running: int) -> Iterator[str]:
+    sampling = request.sampling
+    if not sampling.beam_width:
+        return
+    most = min(MAX_BEAM_WIDTH, max_running)
+    if not request.n <= sampling.beam_width <= most:
+        yield f"beam_width must lie between n, which is {request.n}, and {most}"
+    if not abs(sampling.length_penalty) <= MAX_LENGTH_PENALTY:
+        yield f"length_penalty must lie between {-MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}"
+    endings = len(info.eos_token_ids)
+    if candidates_per_beam(sampling, info.eos_token_ids) + endings > info.vocab_size:
+        yield f"beam_width is too large for a vocabulary of {info.vocab_size} tokens"

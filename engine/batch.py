@@ -8,7 +8,7 @@ import msgspec
 
 from engine.wire import Sampling, TokenLogprobs
 
-__all__ = ["Batch", "Chunk", "ChunkResult", "History", "Runner"]
+__all__ = ["Batch", "Candidate", "Chunk", "ChunkResult", "History", "Runner"]
 
 
 class History(msgspec.Struct, frozen=True, eq=False, weakref=True):
@@ -30,6 +30,8 @@ class Chunk(msgspec.Struct, frozen=True):
     ``sample`` is True when the chunk reaches the sequence's end and its next token is wanted; the draw is fixed by
     ``seed`` and ``output_index`` (how many tokens this sequence has generated before), never by the rest of the batch.
 
+    With ``candidates`` nothing is drawn: a beam wants to know so many ways to go on.
+
     ``scored`` are those positions of the chunk after which a prompt token follows whose log-probability is wanted.
     ``history`` may be None only where nothing is scored and neither penalties nor a bias are asked for.
 
@@ -47,6 +49,7 @@ class Chunk(msgspec.Struct, frozen=True):
     output_index: int
     history: History | None = None
     scored: range = range(0)
+    candidates: int = 0
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -60,16 +63,30 @@ class Batch(msgspec.Struct, frozen=True):
     copies: list[tuple[int, int]] = []
 
 
+class Candidate(msgspec.Struct, frozen=True):
+    """A token with which a beam could go on. ``score`` is its log-probability there, penalties and biases included.
+
+    ``logprobs`` tells of it what ``Sampling.logprobs`` asks for.
+    """
+
+    token_id: int
+    score: float
+    logprobs: TokenLogprobs | None = None
+
+
 class ChunkResult(msgspec.Struct, frozen=True):
     """What came of one chunk.
 
     ``token`` is the next token where one was wanted, ``logprobs`` how likely it was (see ``Sampling.logprobs``).
+    ``candidates`` are the most likely next tokens in order, as many as were wanted; those that may not be drawn are
+    passed over.
     ``prompt_logprobs`` has one entry for each position in ``Chunk.scored``: that of the prompt token after it.
     """
 
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
 
 
 class Runner(Protocol):

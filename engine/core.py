@@ -13,11 +13,13 @@ from cache_policy.keys import token_list
 from cache_policy.policy import UnknownPolicyError
 from engine.admission import why_refused
 from engine.batch import Batch, ChunkResult, Runner
+from engine.beam import BeamSearch
 from engine.blocks import BlockManager, BlockTable
 from engine.errors import CallError, EngineError, InvariantError
+from engine.request import Request
 from engine.scheduler import Scheduled, Scheduler
 from engine.sequence import Detokenizer, Sequence
-from engine.wire import EngineInfo, Load, Output, StepReport, StepTiming, Submit, TokenLogprobs
+from engine.wire import EngineInfo, Load, Output, StepReport, StepTiming, Submit
 
 __all__ = ["DetokenizerFactory", "EngineCore"]
 
@@ -57,7 +59,7 @@ class EngineCore:
         self._blocks = blocks or BlockManager(info.num_blocks, info.block_size, info.policy)
         self._scheduler = Scheduler(self._blocks, max_batch_tokens=info.max_batch_tokens, max_running=max_running)
         self._eos = frozenset(info.eos_token_ids)
-        self._choices: dict[int, list[Sequence]] = {}  # of each request, those that have not ended
+        self._requests: dict[int, Request] = {}  # those that have not ended
         self._pending: list[Output] = []  # endings that no step computed: refusals and aborts
         self._steps = 0
         self._prompt_tokens = 0
@@ -76,7 +78,7 @@ class EngineCore:
         Raises:
             ValueError: its id is in use.
         """
-        if request.id in self._choices:
+        if request.id in self._requests:
             raise ValueError(f"request id {request.id} is in use")
         try:
             tokens = token_list(request.tokens)
@@ -102,20 +104,24 @@ class EngineCore:
         sequence.table.owner = self._blocks.owner(request.owner, request.max_cached_blocks)
         if request.sampling.prompt_logprobs is not None:
             sequence.score_prompt()
-        sequence.add_siblings([self._detokenizer(request.sampling.stop) for _ in range(1, request.n)])
-        self._choices[request.id] = [sequence, *sequence.siblings]
+        if request.sampling.beam_width:
+            sequence.search = BeamSearch(request.sampling, self._eos)
+        else:
+            sequence.add_siblings([self._detokenizer(request.sampling.stop) for _ in range(1, request.n)])
+        self._requests[request.id] = Request(sequence, request.n)
         self._scheduler.add(sequence)
 
     def abort(self, ids: tuple[int, ...]) -> None:
         """End requests and release their blocks; ids that are unknown or have ended are ignored."""
         for id in ids:
-            for sequence in [*self._choices.get(id, ())]:
-                self._pending.append(self._output(sequence, "", (), "abort"))
-                self._end(sequence)
+            request = self._requests.get(id)
+            if request is not None:
+                self._pending += [self._counted(request, request.output(index, "abort")) for index in request.open]
+                self._end(request)
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to compute or to report."""
-        return bool(self._choices or self._pending or self._blocks.has_events)
+        return bool(self._requests or self._pending or self._blocks.has_events)
 
     def step(self) -> StepReport | None:
         """Compute one batch and report it; None when there was nothing to do.
@@ -126,7 +132,7 @@ class EngineCore:
         if not self.has_work():
             return None
         outputs, self._pending = self._pending, []
-        timing = self._compute(outputs) if self._choices else None
+        timing = self._compute(outputs) if self._requests else None
         return StepReport(tuple(outputs), self.load(), timing, self._blocks.drain_events())
 
     def load(self) -> Load:
@@ -209,8 +215,7 @@ class EngineCore:
         longest = max(
             (
                 min(one.prompt_tokens + one.sampling.max_tokens, self._info.max_model_len)
-                for choices in self._choices.values()
-                for one in choices
+                for one in (request.first for request in self._requests.values())
             ),
             default=1,
         )
@@ -249,36 +254,67 @@ class EngineCore:
         per_token = timing.seconds / (timing.prefill_tokens + timing.decode_tokens)
         self.consecutive_failures = 0
         for part, result in zip(scheduled, results, strict=True):
-            if part.sequence.id not in self._choices:  # a choice before it has failed, and with it the request
+            sequence = part.sequence
+            request = self._requests.get(sequence.id)
+            if request is None:  # a choice before it has failed, and with it the request
                 continue
-            if not part.decode:
-                part.sequence.prefill_s += per_token * len(part.chunk.tokens)
+            if not part.decode and not sequence.generated:
+                sequence.prefill_s += per_token * len(part.chunk.tokens)
             try:
-                output = self._advance(part, result)
+                outputs += self._advance(request, part, result)
             except Exception as error:
-                self._fail([part.sequence], error, outputs)
-            else:
-                if output is not None:
-                    outputs.append(output)
+                self._fail([sequence], error, outputs)
         return timing
 
-    def _advance(self, part: Scheduled, result: ChunkResult) -> Output | None:
-        """Take in what was computed for one sequence; an output when that completed a token."""
+    def _advance(self, request: Request, part: Scheduled, result: ChunkResult) -> list[Output]:
+        """Take in what was computed for one sequence; outputs when that completed a token or a search."""
         sequence, chunk = part.sequence, part.chunk
         self._blocks.commit(sequence.table, chunk.start + len(chunk.tokens))
         if chunk.scored:
             sequence.score_prompt(result.prompt_logprobs)
         if not chunk.sample:
-            return None
+            return []
+        if sequence.search is not None:
+            return self._search(request, sequence.search, sequence.index, result)
         self._scheduler.fork(sequence)
         if result.token is None:
             raise EngineError("the runner sampled no token")
         sequence.tokens.append(result.token)
         text, reason = self._judge(sequence, result.token)
-        output = self._output(sequence, text, (result.token,), reason, logprobs=result.logprobs)
+        logprobs = () if result.logprobs is None else (result.logprobs,)
+        output = request.output(sequence.index, reason, text, (result.token,), logprobs)
         if reason is not None:
-            self._end(sequence)
-        return output
+            self._end(request, sequence)
+        return [self._counted(request, output)]
+
+    def _search(self, request: Request, search: BeamSearch, index: int, result: ChunkResult) -> list[Output]:
+        """Take in what a beam offers, and when it was the last one go on with the search; outputs when it has ended."""
+        if not result.candidates:
+            raise EngineError("the runner told no candidates")
+        if not search.offer(index, result.candidates):
+            return []
+        beams = request.live
+        generated, length = beams[0].generated + 1, len(beams[0].tokens) + 1
+        last = generated >= beams[0].sampling.max_tokens or any(length >= self._limit(beam.table) for beam in beams)
+        branches = search.advance(last=last)
+        if branches:
+            request.live = self._scheduler.branch(beams, branches)
+            return []
+        outputs = []
+        for choice, hypothesis in enumerate(search.hypotheses[: request.n]):
+            told = hypothesis.candidates()
+            token_ids = tuple(candidate.token_id for candidate in told)
+            logprobs = tuple(candidate.logprobs for candidate in told if candidate.logprobs is not None)
+            text = self._text(token_ids[:-1] if hypothesis.finish_reason == "stop" else token_ids)
+            outputs.append(
+                self._counted(request, request.output(choice, hypothesis.finish_reason, text, token_ids, logprobs))
+            )
+        self._end(request)
+        return outputs
+
+    def _text(self, token_ids: tuple[int, ...]) -> str:
+        detokenizer = self._detokenizer(())
+        return "".join([detokenizer.push(token)[0] for token in token_ids]) + detokenizer.finish()
 
     def _judge(self, sequence: Sequence, token: int) -> tuple[str, str | None]:
         """The text that the newest token completes, and the finish reason if it is the last one.
@@ -297,43 +333,20 @@ class EngineCore:
             return text + detokenizer.finish(), "length"
         return text, None
 
-    def _output(
-        self,
-        sequence: Sequence,
-        text: str,
-        token_ids: tuple[int, ...],
-        finish_reason: str | None,
-        error: tuple[str, str] | None = None,
-        logprobs: TokenLogprobs | None = None,
-    ) -> Output:
-        """An output of a live sequence; the first one after its admission tells what its prompt has cost."""
-        told = () if logprobs is None else (logprobs,)
-        if sequence.reported or sequence.cached_tokens is None:
-            return Output(sequence.id, text, token_ids, finish_reason, error=error, index=sequence.index, logprobs=told)
-        sequence.reported = True
-        self._prompt_tokens += sequence.prompt_tokens
-        self._cached_tokens += sequence.cached_tokens
-        return Output(
-            sequence.id,
-            text,
-            token_ids,
-            finish_reason,
-            sequence.cached_tokens,
-            sequence.prefill_s,
-            sequence.queue_s,
-            error,
-            sequence.index,
-            told,
-            sequence.take_prompt_logprobs() if token_ids else (),
-        )
+    def _counted(self, request: Request, output: Output) -> Output:
+        """Add up what a request's first output says of its prompt."""
+        if output.cached_tokens is not None:
+            self._prompt_tokens += request.first.prompt_tokens
+            self._cached_tokens += output.cached_tokens
+        return output
 
-    def _end(self, sequence: Sequence) -> None:
-        """Forget a sequence and release its blocks."""
-        self._scheduler.remove(sequence)
-        choices = self._choices[sequence.id]
-        choices.remove(sequence)
-        if not choices:
-            del self._choices[sequence.id]
+    def _end(self, request: Request, sequence: Sequence | None = None) -> None:
+        """Forget a request, or one sequence of it, and release its blocks."""
+        for ending in [*request.live] if sequence is None else [sequence]:
+            self._scheduler.remove(ending)
+            request.live.remove(ending)
+        if not request.live:
+            del self._requests[request.id]
 
     def _fail(self, sequences: list[Sequence], error: Exception, outputs: list[Output]) -> None:
         """End the affected requests with an error that says what kind it was, and log where it came from."""
@@ -341,10 +354,9 @@ class EngineCore:
         _log.error("a step failed; %d requests end with an error", len(affected), exc_info=error)
         reason = ("engine_error", f"the engine failed while computing this request ({type(error).__name__})")
         for id in affected:
-            choices = [*self._choices[id]]
-            outputs.append(self._output(choices[0], "", (), "error", reason))
-            for sequence in choices:
-                self._end(sequence)
+            request = self._requests[id]
+            outputs.append(self._counted(request, request.output(request.open[0], "error", error=reason)))
+            self._end(request)
 
 
 def _chain(params: dict[str, Any]) -> list[bytes]:

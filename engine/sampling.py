@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
 import torch
 
-from engine.batch import Chunk, ChunkResult
+from engine.batch import Candidate, Chunk, ChunkResult
 from engine.errors import EngineError
-from engine.logprobs import token_logprobs
+from engine.logprobs import candidate_logprobs, token_logprobs
 from engine.penalties import Penalties, changes_logits
 from engine.wire import TokenLogprobs
 
@@ -28,7 +28,7 @@ class Sampler:
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         """``eos_token_ids`` are the model's own end-of-sequence tokens."""
-        self._eos_token_ids = eos_token_ids
+        self._eos = eos_token_ids
         self._penalties = Penalties()
 
     def results(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[ChunkResult]:
@@ -36,21 +36,32 @@ class Sampler:
 
         Args:
             logits: ``[rows, vocabulary]``, any float dtype; may be overwritten. Each chunk has one row for each of its
-                scored positions and then, when its next token is wanted, that of its last position.
+                scored positions and then, when a next token is wanted, that of its last position.
             chunks: of one step, in the order of the rows.
 
         Raises:
             EngineError: a row to be drawn from has no finite maximum: the model's arithmetic has failed.
         """
-        sampled = [chunk for chunk in chunks if chunk.sample]
-        told: Iterator[TokenLogprobs] = iter(())
-        if any(chunk.scored for chunk in chunks):
-            told, logits = _scores(logits, chunks)
-        drawn = iter(self.sample(logits, sampled) if sampled else ())
+        scored: list[int] = []
+        drawn: list[int] = []
+        beams: list[int] = []
+        rows = 0
+        for chunk in chunks:
+            scored += range(rows, rows + len(chunk.scored))
+            rows += len(chunk.scored)
+            if chunk.sample:
+                (beams if chunk.candidates else drawn).append(rows)
+                rows += 1
+        scores = iter(_scores(logits[scored], chunks) if scored else ())
+        beam_chunks = [chunk for chunk in chunks if chunk.candidates]
+        offers = iter(self.candidates(logits[beams], beam_chunks) if beams else ())
+        drawn_chunks = [chunk for chunk in chunks if chunk.sample and not chunk.candidates]
+        draws = iter(self.sample(logits if len(drawn) == rows else logits[drawn], drawn_chunks) if drawn else ())
         results = []
         for chunk in chunks:
-            token, logprobs = next(drawn) if chunk.sample else (None, None)
-            results.append(ChunkResult(token, logprobs, tuple(islice(told, len(chunk.scored)))))
+            candidates = next(offers) if chunk.candidates else ()
+            token, logprobs = next(draws) if chunk.sample and not chunk.candidates else (None, None)
+            results.append(ChunkResult(token, logprobs, tuple(islice(scores, len(chunk.scored))), candidates))
         return results
 
     def sample(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[tuple[int, TokenLogprobs | None]]:
@@ -75,11 +86,10 @@ class Sampler:
         for row, chunk in enumerate(chunks):
             if changes_logits(chunk.sampling):
                 self._penalties.apply(logits[row], chunk)
-            if forbidden := [token for token in self._forbidden(chunk) if 0 <= token < logits.shape[-1]]:
+            if forbidden := self._forbidden(chunk, logits.shape[-1]):
                 logits[row, forbidden] = float("-inf")
         best, most_likely = logits.max(dim=-1)
-        if not bool(best.isfinite().all()):
-            raise EngineError("the model computed logits that are not finite")
+        _check(best)
         tokens = [
             token if chunk.sampling.temperature < _GREEDY_BELOW else _draw(logits[row] - best[row], chunk)
             for row, (chunk, token) in enumerate(zip(chunks, most_likely.tolist(), strict=True))
@@ -92,11 +102,45 @@ class Sampler:
                 logprobs[row] = one
         return list(zip(tokens, logprobs, strict=True))
 
-    def _forbidden(self, chunk: Chunk) -> list[int]:
+    def candidates(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[tuple[Candidate, ...]]:
+        """For each chunk of a beam the most likely next tokens, as many as it wants to know.
+
+        Their scores are log-probabilities after penalties and biases; nothing else of the sampling counts. Tokens that
+        are forbidden before ``min_tokens`` are passed over, which makes no other one more likely.
+
+        Args:
+            logits: ``[chunks, vocabulary]``, any float dtype; may be overwritten.
+            chunks: whose ``candidates`` and ``sampling`` decide.
+
+        Raises:
+            EngineError: a row has no finite maximum.
+        """
+        logits = logits.float()
+        asking = any(chunk.sampling.logprobs is not None for chunk in chunks)
+        own = logits.clone() if asking else logits
+        for row, chunk in enumerate(chunks):
+            if changes_logits(chunk.sampling):
+                self._penalties.apply(logits[row], chunk)
+        _check(logits.amax(dim=-1))
+        scores = logits.log_softmax(dim=-1)
+        for row, chunk in enumerate(chunks):
+            if forbidden := self._forbidden(chunk, logits.shape[-1]):
+                scores[row, forbidden] = float("-inf")
+        values, ids = scores.topk(max(chunk.candidates for chunk in chunks), dim=-1)
+        offers = []
+        for row, chunk in enumerate(chunks):
+            token_ids, count = ids[row, : chunk.candidates].tolist(), chunk.sampling.logprobs
+            told = [None] * len(token_ids) if count is None else candidate_logprobs(own[row], token_ids, count)
+            offers.append(tuple(map(Candidate, token_ids, values[row].tolist(), told)))
+        return offers
+
+    def _forbidden(self, chunk: Chunk, vocab_size: int) -> list[int]:
+        """Tokens that would end the request before it may end."""
         sampling = chunk.sampling
         if chunk.output_index >= sampling.min_tokens:
             return []
-        return [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)]
+        ending = [*(() if chunk.candidates else sampling.stop_token_ids), *(() if sampling.ignore_eos else self._eos)]
+        return [token for token in ending if 0 <= token < vocab_size]
 
 
 def uniform(seed: int, index: int) -> float:
@@ -105,24 +149,22 @@ def uniform(seed: int, index: int) -> float:
     return int.from_bytes(hashlib.blake2b(counter, digest_size=6).digest(), "little") / 2**48
 
 
-def _scores(logits: torch.Tensor, chunks: Sequence[Chunk]) -> tuple[Iterator[TokenLogprobs], torch.Tensor]:
-    """The log-probabilities of all scored prompt tokens, in order, and the rows of ``logits`` to draw from."""
-    scored: list[int] = []
+def _scores(logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[TokenLogprobs]:
+    """The log-probabilities of all scored prompt tokens, in order; a row of logits each."""
     token_ids: list[int] = []
     counts: list[int] = []
-    drawn: list[int] = []
-    row = 0
     for chunk in chunks:
         if chunk.scored:
             assert chunk.history is not None
-            scored += range(row, row + len(chunk.scored))
             token_ids += [chunk.history.tokens[position + 1] for position in chunk.scored]
             counts += [chunk.sampling.prompt_logprobs or 0] * len(chunk.scored)
-            row += len(chunk.scored)
-        if chunk.sample:
-            drawn.append(row)
-            row += 1
-    return iter(token_logprobs(logits[scored], token_ids, counts)), logits[drawn]
+    return token_logprobs(logits, token_ids, counts)
+
+
+def _check(best: torch.Tensor) -> None:
+    """Raise ``EngineError`` unless each row's best logit is a number."""
+    if not bool(best.isfinite().all()):
+        raise EngineError("the model computed logits that are not finite")
 
 
 def _draw(relative: torch.Tensor, chunk: Chunk) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Final
 
 import msgspec
 
 from engine.batch import Chunk
+from engine.beam import BeamSearch, Branch
 from engine.blocks import BlockManager, BlockTable
 from engine.errors import NoSpaceError
 from engine.sequence import Sequence
@@ -52,6 +54,10 @@ class Scheduler:
       Within a class an older sequence is never preempted for a younger one, so the oldest always gets to its end, and
       never one for a lower class; after ``MAX_PREEMPTIONS`` a sequence counts as of the highest.
     * The choices of a request count as running from its admission, and start as forks when its prompt is computed.
+    * So do the beams of a search, as long as any of them runs: those that do not have their places kept. Beams that
+      have been computed wait for the others with their blocks. They are preempted before these, and when nothing else
+      can be scheduled; then they are in no queue until the search goes on. So a search gets on even if its beams fit
+      the pool only one by one.
     """
 
     def __init__(self, blocks: BlockManager, *, max_batch_tokens: int, max_running: int) -> None:
@@ -107,6 +113,30 @@ class Scheduler:
             insort(self.running, sibling, key=_TURN)
         sequence.siblings = []
 
+    def branch(self, beams: list[Sequence], branches: list[Branch]) -> list[Sequence]:
+        """Let a search go on from its beams: fork those that branch, give up those that end; the beams from then on."""
+        parents = {beam.index: beam for beam in beams}
+        going = []
+        for branch in branches:  # all forks before any token is added
+            parent = parents[branch.parent]
+            going.append(parent if branch.index == branch.parent else self._fork(parent, branch.index))
+        for beam in beams:
+            if beam not in going:
+                self.remove(beam)
+        for branch, beam in zip(branches, going, strict=True):
+            beam.tokens.append(branch.token_id)
+            queue = self.running if beam.table.blocks else self.waiting
+            if beam not in queue:
+                insort(queue, beam, key=_TURN)
+        return going
+
+    def _fork(self, parent: Sequence, index: int) -> Sequence:
+        """One more beam from where ``parent`` is, on its blocks if it has any."""
+        table = parent.table
+        if table.blocks:
+            return parent.branch(index, self._blocks.fork(table))
+        return parent.branch(index, BlockTable([*table.tokens], table.root, table.owner))
+
     def schedule(self) -> Step:
         """Decide the next step; it has parts unless nothing is running or waiting."""
         step = Step(self._max_batch_tokens)
@@ -118,6 +148,9 @@ class Scheduler:
             self._schedule_waiting(step, before=sequence)
             step.add(sequence)
         self._schedule_waiting(step)
+        while not step.scheduled and (idle := [sequence for sequence in self.running if sequence.idle]):
+            self._preempt(max(idle, key=_RANK))
+            self._schedule_waiting(step)
         return step
 
     def _schedule_waiting(self, step: Step, before: Sequence | None = None) -> None:
@@ -153,8 +186,9 @@ class Scheduler:
                 return True
 
     def _preempt(self, victim: Sequence) -> None:
-        """Take a running sequence's blocks and put it back into the queue."""
+        """Take a running sequence's blocks and put it back into the queue, if any of it is to be computed."""
         self.running.remove(victim)
+        idle = victim.idle
         victim.preempted_at = victim.table.computed
         self._blocks.free(victim.table)
         self.preemptions += 1
@@ -162,7 +196,8 @@ class Scheduler:
         if victim.preemptions >= MAX_PREEMPTIONS:
             for choice in (victim, *victim.siblings):
                 choice.urgency = 0
-        insort(self.waiting, victim, key=_TURN)
+        if not idle:
+            insort(self.waiting, victim, key=_TURN)
 
     def _schedule_short(self, step: Step, prefills: list[Sequence]) -> None:
         """Let short prompts overtake a prefill that would take the whole step, within their part of it."""
@@ -192,8 +227,9 @@ class Scheduler:
         """Whether its class may have it running; more choices than the limit run when they are the only ones."""
         if not sequence.class_limit:
             return True
-        taken = sum(1 + len(other.siblings) for other in self.running if other.priority == sequence.priority)
-        return not taken or taken + 1 + len(sequence.siblings) <= sequence.class_limit
+        wanted = _places([sequence, *self.running]) - _places(self.running)
+        taken = _places(other for other in self.running if other.priority == sequence.priority)
+        return not taken or not wanted or taken + wanted <= sequence.class_limit
 
     def _shall_wait(self, sequence: Sequence) -> bool:
         """Whether what it would compute first is in flight, and its patience not at an end.
@@ -214,8 +250,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence; False when it does not fit."""
-        taken = sum(1 + len(other.siblings) for other in self.running)
-        wanted = 1 + len(sequence.siblings)
+        taken = _places(self.running)
+        wanted = _places([sequence, *self.running]) - taken
         if taken + wanted > self.max_running:
             return False
         # A block for each running sequence stays: they would soon preempt what was admitted without.
@@ -235,6 +271,19 @@ class Scheduler:
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_TURN)
         return True
+
+
+def _places(sequences: Iterable[Sequence]) -> int:
+    """How many places these sequences take: their choices and beams that are yet to start have one each, too."""
+    places = 0
+    searches: set[BeamSearch] = set()
+    for sequence in sequences:
+        if sequence.search is None:
+            places += 1 + len(sequence.siblings)
+        elif sequence.search not in searches:
+            searches.add(sequence.search)
+            places += sequence.search.width
+    return places
 
 
 class Step:
@@ -280,5 +329,6 @@ class Step:
             output_index=sequence.generated,
             history=sequence.history,
             scored=sequence.scored(start, end),
+            candidates=sequence.search.candidates if sequence.search is not None and end == len(table.tokens) else 0,
         )
         self.scheduled.append(Scheduled(sequence, chunk, sequence.decoding))

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final
 
-from engine.batch import Batch, Chunk, ChunkResult
+from engine.batch import Batch, Candidate, Chunk, ChunkResult
 from engine.wire import TokenLogprobs
 
 __all__ = ["ScriptedRunner", "scripted_continuation"]
@@ -59,17 +59,20 @@ class ScriptedRunner:
         return self.pool[block_table[block]][slot]
 
     def _result(self, chunk: Chunk) -> ChunkResult:
+        scores = tuple(self._score(chunk))
         if not chunk.sample:
-            return ChunkResult(prompt_logprobs=tuple(self._score(chunk)))
+            return ChunkResult(prompt_logprobs=scores)
         digests = [self._read(chunk.block_table, i) for i in range(chunk.start + len(chunk.tokens))]
         sampling = chunk.sampling
         forbidden = self.eos if chunk.output_index < sampling.min_tokens else frozenset[int]()
+        distribution = _Distribution(_state(digests), self.vocab_size)
+        if chunk.candidates:
+            candidates = distribution.candidates(chunk.candidates, forbidden, sampling.logprobs)
+            return ChunkResult(prompt_logprobs=scores, candidates=tuple(candidates))
         draw = f"{chunk.seed}/{chunk.output_index}".encode() if sampling.temperature else b""
         token = _next_token(digests, draw, self.vocab_size, forbidden)
-        logprobs = None
-        if sampling.logprobs is not None:
-            logprobs = _Distribution(_state(digests), self.vocab_size).tell(token, sampling.logprobs)
-        return ChunkResult(token, logprobs, tuple(self._score(chunk)))
+        logprobs = None if sampling.logprobs is None else distribution.tell(token, sampling.logprobs)
+        return ChunkResult(token, logprobs, scores)
 
     def _score(self, chunk: Chunk) -> Iterator[TokenLogprobs]:
         """The log-probabilities of the prompt tokens that follow the scored positions."""
@@ -121,6 +124,15 @@ class _Distribution:
         rank = (token - self._first) % self._vocab_size
         top = tuple(((self._first + i) % self._vocab_size, self._logprob(i)) for i in range(count))
         return TokenLogprobs(token, self._logprob(rank), rank + 1, top)
+
+    def candidates(self, count: int, forbidden: frozenset[int], logprobs: int | None) -> list[Candidate]:
+        """The ``count`` most likely tokens that are not forbidden."""
+        top = self.tell(self._first, min(self._vocab_size, count + len(forbidden))).top
+        return [
+            Candidate(token, score, None if logprobs is None else self.tell(token, logprobs))
+            for token, score in top
+            if token not in forbidden
+        ][:count]
 
     def _logprob(self, rank: int) -> float:
         """Of the token that ``rank`` others are more likely than."""

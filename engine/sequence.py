@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterable
+from copy import copy
 from typing import Final, Protocol
 
 from engine.batch import History
+from engine.beam import BeamSearch
 from engine.blocks import BlockTable
 from engine.wire import Sampling, TokenLogprobs
 
@@ -41,6 +43,9 @@ class Sequence:
     The first choice computes the prompt. ``siblings`` are the others until then: they have no blocks, are in no queue
     and start as forks of it. ``prompt_logprobs`` are those of the prompt's tokens from the second on, as far as they
     are computed; None where they are not wanted.
+
+    A request that searches has a ``search``; then its sequences are the beams, each with its number there as ``index``.
+    Of a beam whose tokens are all computed (``idle``) the next step waits for the other beams.
     """
 
     __slots__ = (
@@ -61,8 +66,8 @@ class Sequence:
         "prompt_logprobs",
         "prompt_tokens",
         "queue_s",
-        "reported",
         "sampling",
+        "search",
         "seed",
         "siblings",
         "table",
@@ -93,8 +98,8 @@ class Sequence:
         self.preempted_at = 0  # tokens that had been computed when it was last preempted
         self.prefill_s = 0.0
         self.queue_s: float | None = None
-        self.reported = False  # the first output is out, and with it cached_tokens and the times
         self.index = 0
+        self.search: BeamSearch | None = None
         self.siblings: list[Sequence] = []
         self.number = 0  # place in the order of arrival, given by the scheduler
         self.priority = 0  # of its class
@@ -119,12 +124,13 @@ class Sequence:
         if self.prompt_logprobs is None:
             self.prompt_logprobs = []
         self.prompt_logprobs += logprobs
-        self.table.hit_limit = len(self.prompt_logprobs)
+        known = len(self.prompt_logprobs)
+        self.table.hit_limit = known if known < self.prompt_tokens - 1 else None
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Those of the whole prompt, if they were wanted; they are no more."""
         taken = tuple(self.prompt_logprobs or ())
-        self.prompt_logprobs = self.table.hit_limit = None
+        self.prompt_logprobs = None
         return taken
 
     def scored(self, start: int, end: int) -> range:
@@ -142,8 +148,15 @@ class Sequence:
             sibling.priority, sibling.urgency = self.priority, self.urgency
             sibling.class_limit = self.class_limit
             sibling.seed = choice_seed(self.seed, index)
-            sibling.reported = True  # the prompt counts once, with the first choice
             self.siblings.append(sibling)
+
+    def branch(self, index: int, table: BlockTable) -> Sequence:
+        """Another beam of the search, that goes on with ``table`` from the same tokens."""
+        beam = copy(self)
+        beam.index = index
+        beam.adopt(table)
+        beam.prompt_logprobs = None
+        return beam
 
     @property
     def turn(self) -> tuple[float, int, int]:
@@ -154,9 +167,9 @@ class Sequence:
         return self.arrived + self.urgency * AGEING_S, self.number, self.index
 
     @property
-    def rank(self) -> tuple[int, int, int]:
+    def rank(self) -> tuple[int, int, bool, int]:
         """Sorts sequences by who keeps its blocks: by class, then the oldest first. The last is preempted first."""
-        return self.urgency, self.number, self.index
+        return self.urgency, self.number, self.idle, self.index
 
     @property
     def tokens(self) -> list[int]:
@@ -172,6 +185,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens whose K and V are still to be computed before the next token can be sampled."""
         return len(self.table.tokens) - self.table.computed
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of it is to be computed until the search that it belongs to goes on."""
+        return not self.remaining
 
     @property
     def decoding(self) -> bool:

@@ -49,6 +49,7 @@ _CONVERSION: Final = "1"
 """Raised when folders made by an earlier conversion must not be used any longer."""
 
 _MIB: Final = 2**20
+_ADAPTER_CONFIG: Final = "adapter_config.json"
 _CONVERSION_PACKAGES: Final = ("torch", "transformers", "gguf", "accelerate")
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
@@ -131,7 +132,16 @@ def cache_dir() -> Path:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise ``ModelError`` unless ``folder`` holds configuration, fast tokenizer and weights."""
+    """Raise ``ModelError`` unless ``folder`` holds configuration, fast tokenizer and weights of a whole model.
+
+    An adapter (LoRA and its like) is refused even beside a model's own files: who loads these by transformers gets
+    the adapter with them or not, depending on what else is installed.
+    """
+    if (folder / _ADAPTER_CONFIG).is_file():
+        raise ModelError(
+            f"{folder} holds an adapter ({_ADAPTER_CONFIG}), and adapters such as LoRA are not served. Merge it into "
+            "its base model (in peft: merge_and_unload, then save_pretrained) and give the folder of the merged model."
+        )
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     if not weight_files(folder):
         missing.append("*.safetensors")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ROOT = b"r" * 16
 VOCABULARY = 211
+MOST_STEPS = 20_000
 
 
 class NoText:
@@ -28,6 +29,20 @@ class NoText:
 
     def finish(self) -> str:
         return ""
+
+
+class Words:
+    """A detokenizer that writes each token as a word, and stops at words."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self.stop = stop
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        word = f"w{token_id} "
+        return ("", True) if word.strip() in self.stop else (word, False)
+
+    def finish(self) -> str:
+        return "."
 
 
 class DrivenEngine:
@@ -45,12 +60,14 @@ class DrivenEngine:
     def stats(self) -> dict[str, Any]:
         return self.core.call("stats", {})
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, *, n: int = 1, use_cache: bool = True) -> int:
-        """Queue a request; return its id."""
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, *, n: int = 1, use_cache: bool = True, **options: int
+    ) -> int:
+        """Queue a request; return its id. ``options`` are of its class."""
         id = self._next_id
         self._next_id += 1
         self.outputs |= {(id, index): [] for index in range(n)}
-        self.core.submit(Submit(id, token_bytes(list(prompt)), ROOT, sampling, use_cache, n))
+        self.core.submit(Submit(id, token_bytes(list(prompt)), ROOT, sampling, use_cache, n, **options))
         return id
 
     def step(self) -> StepReport:
@@ -64,7 +81,9 @@ class DrivenEngine:
 
     def run(self) -> None:
         """Step until nothing is left to do; then nothing must be held either."""
-        while self.core.has_work():
+        for _ in range(MOST_STEPS):
+            if not self.core.has_work():
+                break
             self.step()
         self.core.call("check", {})
         load = self.load
@@ -175,6 +194,7 @@ class ScriptedEngine(DrivenEngine):
         max_running: int = 32,
         vocab_size: int = 1000,
         eos: tuple[int, ...] = (),
+        runner: type[ScriptedRunner] = ScriptedRunner,
     ) -> None:
         info = EngineInfo(
             model="scripted",
@@ -191,13 +211,22 @@ class ScriptedEngine(DrivenEngine):
             policy="lru",
             max_batch_tokens=max_batch_tokens,
         )
-        self.runner = ScriptedRunner(num_blocks, block_size, vocab_size=vocab_size, eos=eos)
-        super().__init__(EngineCore(self.runner, info, detokenizer=lambda _stop: NoText(), max_running=max_running))
+        self.runner = runner(num_blocks, block_size, vocab_size=vocab_size, eos=eos)
+        super().__init__(EngineCore(self.runner, info, detokenizer=Words, max_running=max_running))
 
-    def queue(self, prompt: Sequence[int], *, n: int = 1, use_cache: bool = True, **sampling: Any) -> int:
+    def queue(
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int = 1,
+        use_cache: bool = True,
+        priority: int = 0,
+        class_limit: int = 0,
+        **sampling: Any,
+    ) -> int:
         """Queue a request, by default greedy for 4 tokens; return its id."""
         chosen = Sampling(**{"max_tokens": 4, "temperature": 0.0, **sampling})
-        return self.submit(prompt, chosen, n=n, use_cache=use_cache)
+        return self.submit(prompt, chosen, n=n, use_cache=use_cache, priority=priority, class_limit=class_limit)
 
     def ask(self, prompt: Sequence[int], **options: Any) -> Output:
         """Queue a request, run until nothing is left to do, and return the whole of its first choice."""

@@ -610,7 +610,7 @@ def test_a_higher_class_is_never_preempted_for_a_lower_one(monkeypatch: pytest.M
 def test_who_is_preempted_again_and_again_is_preempted_no_more() -> None:
     engine = Engine(12, max_batch_tokens=64)
     low = engine.submit(noise(0, 50), 90, priority=1)
-    (sequence,) = engine.core._choices[0]
+    (sequence,) = engine.core._requests[0].live
     for _ in range(MAX_PREEMPTIONS):
         assert sequence.urgency == 1
         engine.step()

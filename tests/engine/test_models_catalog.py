@@ -62,6 +62,17 @@ def test_a_folder_is_returned_as_it_is(tmp_path: Path) -> None:
     assert ensure_model(str(folder)) == folder
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_adapter_is_refused_with_what_to_do(whole: bool, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "adapter")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
+    (folder / "adapter_model.safetensors").write_text("{}")
+    if not whole:
+        (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match="Merge it into its base model"):
+        ensure_model(str(folder))
+
+
 def test_an_incomplete_folder_names_what_is_missing(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
     (folder / "tokenizer.json").unlink()
