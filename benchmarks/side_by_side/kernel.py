@@ -10,6 +10,7 @@ import msgspec
 
 from benchmarks.side_by_side.in_process import FirstToken, InProcessEngine, StepTime
 from benchmarks.side_by_side.limits import Limits, ModelShape, measure_limits, split
+from benchmarks.side_by_side.rounds import CONCURRENCY
 from benchmarks.side_by_side.targets import Verdict, judge
 from benchmarks.side_by_side.workload import Workload
 
@@ -18,7 +19,6 @@ __all__ = ["BATCHES", "PREFILL_TOKENS", "KernelRound", "KernelSize", "kernel_ver
 BATCHES: Final = (1, 4, 8, 16)
 DECODE_CONTEXT: Final = 256
 PREFILL_TOKENS: Final = 1200
-CONCURRENCY: Final = 8
 
 
 class KernelSize(msgspec.Struct, frozen=True):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Mapping
 
 from rich.table import Table
 
+from benchmarks.side_by_side.contest import ContestRound
 from benchmarks.side_by_side.kernel import BATCHES, KernelRound, median_of
-from benchmarks.side_by_side.targets import Verdict
+from benchmarks.side_by_side.rounds import CONCURRENCY, ClosedLoop, agreement
+from benchmarks.side_by_side.targets import Verdict, judge
 
-__all__ = ["kernel_tables", "verdict_table"]
+__all__ = ["contest_tables", "contest_verdicts", "kernel_tables", "verdict_table"]
 
 
 def kernel_tables(rounds: list[KernelRound]) -> Iterable[Table]:
@@ -66,6 +69,72 @@ def kernel_tables(rounds: list[KernelRound]) -> Iterable[Table]:
         "outside the model, all steps", f"{100 * median_of(rounds, lambda each: each.overhead_of_all()):.1f} %"
     )
     yield rest
+
+
+def contest_tables(rounds: list[ContestRound]) -> Iterable[Table]:
+    """The servers side by side: medians of the rounds, ratios of those within each round."""
+    if names := [*rounds[0].first]:
+        yield _first_token_table(rounds, names)
+    if names := [*rounds[0].closed]:
+        yield _closed_loop_table(rounds, names)
+
+
+def contest_verdicts(rounds: list[ContestRound]) -> dict[str, Verdict]:
+    """The targets that need servers, as far as those took part."""
+    verdicts = {}
+    if "headstart" in rounds[0].first:
+        verdicts["served_ttft"] = judge("served_ttft", [each.first["headstart"].warm_steps() for each in rounds])
+    if {"headstart", "vllm"} <= set(rounds[0].closed):
+        verdicts["closed_loop"] = judge("closed_loop", [_ratio(each.closed, "vllm") for each in rounds])
+    return verdicts
+
+
+def _first_token_table(rounds: list[ContestRound], names: list[str]) -> Table:
+    columns = ("cold", "other question", "same prompt", "decode step", "other question, steps", "cached")
+    table = Table(
+        "server", *columns, title=f"first token of a lone prompt of {rounds[0].first[names[0]].prompt_tokens:,} tokens"
+    )
+    for name in names:
+        each = [one.first[name] for one in rounds]
+        table.add_row(
+            each[0].name,
+            *(
+                _ms(statistics.median(getattr(one, kind) for one in each))
+                for kind in ("cold_s", "warm_s", "repeated_s", "decode_s")
+            ),
+            f"{statistics.median(one.warm_steps() for one in each):.2f}",
+            "not told" if each[0].cached_tokens is None else f"{each[0].cached_tokens:,}",
+        )
+    return table
+
+
+def _closed_loop_table(rounds: list[ContestRound], names: list[str]) -> Table:
+    columns = ("requests/s", "headstart is", "TTFT p50", "p95", "TPOT p50", "cached", "answers as headstart")
+    table = Table(
+        "server", *columns, title=f"closed loop at {CONCURRENCY}, {rounds[0].closed[names[0]].requests} requests"
+    )
+    ours = "headstart" in names
+    for name in names:
+        each = [one.closed[name] for one in rounds]
+        shares = [one.cached_share for one in each if one.cached_share is not None]
+        table.add_row(
+            each[0].name,
+            f"{statistics.median(one.requests_per_s for one in each):.2f}",
+            f"{statistics.median(_ratio(one.closed, name) for one in rounds):.2f} x" if ours else "",
+            *(
+                _ms(statistics.median(getattr(one, kind) for one in each))
+                for kind in ("ttft_p50_s", "ttft_p95_s", "tpot_p50_s")
+            ),
+            f"{100 * statistics.median(shares):.1f} %" if shares else "not told",
+            f"{100 * statistics.median(agreement(one.closed, name, 'headstart') for one in rounds):.0f} %"
+            if ours
+            else "",
+        )
+    return table
+
+
+def _ratio(loops: Mapping[str, ClosedLoop], other: str) -> float:
+    return loops["headstart"].requests_per_s / loops[other].requests_per_s
 
 
 def verdict_table(verdicts: Iterable[Verdict]) -> Table:
