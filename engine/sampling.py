@@ -68,10 +68,9 @@ class Sampler:
         """The next token of each chunk, and how likely it was where that is asked for.
 
         Penalties and biases (see ``Penalties``) come first. Then temperature, top-k, top-p and min-p, in this order and
-        with the meaning of transformers' logits processors.
-        The draw inverts the cumulative distribution in vocabulary order, so that a rounding in the logits moves it by
-        no more than that rounding. Before ``min_tokens``, tokens that would end the request are not candidates.
-        Log-probabilities are of the logits as they came.
+        with the meaning of transformers' logits processors. The draw inverts the cumulative distribution in vocabulary
+        order, so that a rounding in the logits moves it by no more than that rounding. Before ``min_tokens``, tokens
+        that would end the request are not candidates. Log-probabilities are of the logits as they came.
 
         Args:
             logits: ``[chunks, vocabulary]``, any float dtype; may be overwritten.

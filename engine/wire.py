@@ -65,7 +65,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     ``beam_width`` 1 and up searches for the most likely continuations instead of drawing one: ``Submit.n`` of the
     beams (at most as many as there are) come out, best first, each as a whole when all have ended; ``length_penalty``
     is the exponent of the length by which a beam's log-probability is divided, ``early_stopping`` ends the search
-    with the ``beam_width``-th complete beam.
+    with the ``beam_width``-th complete beam. Beams are compared after penalties and bias; temperature, stop strings and
+    stop token ids mean nothing to a search, as in vLLM.
     """
 
     max_tokens: int
