@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 MODEL = "tiny"
 START_TIMEOUT_S = 180.0
-TIMEOUT_S = 120.0
+TIMEOUT_S = 500.0  # of a scenario on a busy machine; a hang is what it is for
 NO_REDIS = RedisConfig(url="redis://127.0.0.1:1/0")  # refuses at once: the statistics are kept in the process
 
 
