@@ -29,7 +29,7 @@ from engine.attention.cpp_cpu import CppCpuAttention
 from engine.attention.selection import attention_backend
 from engine.batch import Batch, Chunk, ChunkResult
 from engine.errors import UnsupportedModelError
-from engine.models.arithmetic import Arithmetic, KernelArithmetic, TorchArithmetic
+from engine.models.kernel_model import KernelModel
 from engine.models.lean import LeanModel
 from engine.models.lean_weights import lean_weights
 from engine.models.loading import load_model, read_model_info, resolve_dtype, resolve_kv_dtype, weights_fingerprint
@@ -108,13 +108,9 @@ class ModelRunner:
         self.kv_dtype = str(pool_dtype).removeprefix("torch.")
         self._pool = KvPool(self.info.layers, num_blocks, block_size, pool_dtype, device)
         backends = [backend or default]
-        arithmetics: list[Arithmetic] = [TorchArithmetic()] if device == "cpu" else []
-        if device == "cpu" and kernels and (built := kernels()):
-            if backend is None:
-                backends.insert(0, CppCpuAttention(built))
-            if self.dtype == "float32":
-                arithmetics.insert(0, KernelArithmetic(built))
-        self.method, self._compute, self._backend = self._prove(model, arithmetics, backends)
+        if device == "cpu" and backend is None and kernels and (built := kernels()):
+            backends.insert(0, CppCpuAttention(built))
+        self.method, self._compute, self._backend = self._prove(model, backends)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[ChunkResult]:
@@ -145,7 +141,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _prove(
-        self, model: PreTrainedModel, arithmetics: Sequence[Arithmetic], backends: Sequence[AttentionBackend]
+        self, model: PreTrainedModel, backends: Sequence[AttentionBackend]
     ) -> tuple[str, Forward, AttentionBackend]:
         """Compute a short text with the model's own attention and with ours; the first way that agrees is taken."""
         token_ids = self._any_tokens(min(_PROOF_TOKENS, self.info.max_positions))
@@ -153,49 +149,45 @@ class ModelRunner:
             ids = torch.tensor([token_ids], device=self.device)
             expected = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
             model.set_attn_implementation(ATTENTION_NAME)
-            for method, forward, attention in self._ways(model, arithmetics, backends):
-                reason = self._disagreement(token_ids, expected.float(), forward, attention)
+            for way in self._ways(model, backends):
+                reason = self._disagreement(token_ids, expected.float(), way)
                 if reason is None:
-                    return method, forward, attention
-                _log.warning("%s: %s is not used: %s", self.info.architecture, method, reason)
+                    return way.method, way.forward, way.backend
+                _log.warning("%s: %s is not used: %s", self.info.architecture, way.method, reason)
         except TypeError as error:
             raise UnsupportedModelError(f"{self.info.architecture} cannot be called as needed: {error}") from error
         raise UnsupportedModelError(f"{self.info.architecture} cannot be served exactly: {reason}.")
 
-    def _ways(
-        self, model: PreTrainedModel, arithmetics: Sequence[Arithmetic], backends: Sequence[AttentionBackend]
-    ) -> Iterator[tuple[str, Forward, AttentionBackend]]:
+    def _ways(self, model: PreTrainedModel, backends: Sequence[AttentionBackend]) -> Iterator[_Way]:
         """The ways to compute this model, the fastest first."""
-        weights = lean_weights(model, self.info.windows) if arithmetics else None
+        weights = lean_weights(model, self.info.windows) if self.device == "cpu" else None
         for attention in backends:
+            if weights is not None and isinstance(attention, CppCpuAttention) and self.dtype == "float32":
+                compiled = KernelModel(weights, attention.kernels)
+                yield _Way("lean forward (kernels)", compiled.forward, attention, watchable=False)
+                compiled.unpack()  # it was not taken, the next ways need the weights as they were
             if weights is not None:
-                for arithmetic in arithmetics:
-                    lean = LeanModel(weights, arithmetic)
-                    yield f"lean forward ({arithmetic.name}), attention {attention.name}", lean.forward, attention
-            yield f"transformers' modules, attention {attention.name}", _modules(model), attention
+                yield _Way("lean forward (torch)", LeanModel(weights).forward, attention)
+            yield _Way("transformers' modules", _modules(model), attention)
 
-    def _disagreement(
-        self, token_ids: list[int], expected: torch.Tensor, forward: Forward, backend: AttentionBackend
-    ) -> str | None:
+    def _disagreement(self, token_ids: list[int], expected: torch.Tensor, way: _Way) -> str | None:
         """What is wrong with this way to compute, in a pool of its own; None when nothing is."""
         count, size = len(token_ids), self._pool.block_size
         table = list(range(-(-count // size)))
         pool = KvPool(self.info.layers, len(table), size, resolve_dtype(self.dtype), self.device)
-        recorder = _RecordingBackend(backend, self.info.layers)
-        errors = []
-        # Once watched, and once as it will be served: a forward may do more at a time when it knows its attention.
-        for attention in (recorder, backend):
-            for start, end in pairwise(sorted({0, count // 2, count - 1, count})):
-                chunk = _chunk(token_ids[start:end], start, table, sample=end == count)
-                logits = _forward([chunk], forward, attention, pool)
-            errors.append(float((logits[0].float() - expected).norm() / (expected - expected.mean()).norm()))
-        silent = [layer for layer in range(len(self.info.layers)) if layer not in recorder.windows]
-        if silent:
-            return f"its layers {silent} never stored K and V"
-        if recorder.windows != dict(enumerate(self.info.windows)):
-            return "its layers attend in other windows than its configuration says"
-        if not all(error < _PROOF_ERROR[self.dtype] for error in errors):  # NaN is no agreement
-            return f"its output with paged attention differs by {errors[-1]:.2g} from its own"
+        recorder = _RecordingBackend(way.backend, self.info.layers)
+        for start, end in pairwise(sorted({0, count // 2, count - 1, count})):
+            chunk = _chunk(token_ids[start:end], start, table, sample=end == count)
+            logits = _forward([chunk], way.forward, recorder if way.watchable else way.backend, pool)
+        error = float((logits[0].float() - expected).norm() / (expected - expected.mean()).norm())
+        if way.watchable:
+            silent = [layer for layer in range(len(self.info.layers)) if layer not in recorder.windows]
+            if silent:
+                return f"its layers {silent} never stored K and V"
+            if recorder.windows != dict(enumerate(self.info.windows)):
+                return "its layers attend in other windows than its configuration says"
+        if not error < _PROOF_ERROR[self.dtype]:  # NaN is no agreement
+            return f"its output with paged attention differs by {error:.2g} from its own"
         return None
 
     def _any_tokens(self, count: int) -> list[int]:
@@ -211,6 +203,16 @@ class ModelRunner:
         tokens = self._any_tokens(length)
         tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(sequences)]
         return [_chunk(tokens, context, table, sample=True) for table in tables]
+
+
+class _Way:
+    """A way to compute a model. A ``watchable`` one calls its attention layer by layer, and can be asked about each."""
+
+    def __init__(self, code: str, forward: Forward, backend: AttentionBackend, *, watchable: bool = True) -> None:
+        self.method = f"{code}, attention {backend.name}"
+        self.forward = forward
+        self.backend = backend
+        self.watchable = watchable
 
 
 class _RecordingBackend:

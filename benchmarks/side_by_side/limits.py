@@ -5,7 +5,7 @@ larger of the two, and of a prefill its products alone (one reading serves hundr
 sampling and everything else count as nothing: a share of 100 % cannot be reached.
 
 The products are measured with operands that are in the processor's caches already, each by the fastest way known here
-(PyTorch's, and for few rows our own kernel's): what they cost when weights have to come from memory first is no limit
+(PyTorch's and our own kernel's): what they cost when weights have to come from memory first is no limit
 of the arithmetic, and is what the other figure is for.
 """
 
@@ -20,8 +20,8 @@ import msgspec
 import torch
 from transformers import AutoConfig
 
-from engine.models.arithmetic import KernelArithmetic
-from engine.native.library import FEW_ROWS, Kernels
+from engine.models.packing import PackedMatrix
+from engine.native.library import Kernels
 
 __all__ = ["Limits", "ModelShape", "Product", "best_seconds", "measure_limits", "model_shape", "split"]
 
@@ -152,9 +152,9 @@ def _rate(product: Product, rows: int, dtype: torch.dtype, kernels: Kernels | No
         lambda: torch.mm(x, weight.T, out=out),
         lambda: torch.nn.functional.linear(x, weight),
     ]
-    if kernels is not None and dtype == torch.float32 and rows <= FEW_ROWS:
-        arithmetic = KernelArithmetic(kernels)
-        ways.append(lambda: arithmetic.linear(x, weight, None, out))
+    if kernels is not None and dtype == torch.float32:
+        packed = PackedMatrix(weight.clone(), None, kernels)
+        ways.append(lambda: kernels.multiply(x, packed.pointers, out))
     with torch.inference_mode():
         return 2 * rows * weight.numel() / min(map(best_seconds, ways))
 

@@ -6,9 +6,6 @@ modules call, once per layer; it hands over to the ``StepAttention`` that the ru
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -16,6 +13,7 @@ import msgspec
 import torch
 from transformers import AttentionInterface
 
+from engine.allocator import mapped_zeros
 from engine.errors import UnsupportedModelError
 
 __all__ = [
@@ -151,13 +149,8 @@ class KvPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Zeros. On the CPU of memory that the system gives when it is written to, where ``torch.zeros`` writes to all."""
-    if torch.device(device).type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # systems without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    on_cpu = torch.device(device).type == "cpu"
+    return mapped_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
 
 
 class StepAttention(Protocol):

@@ -8,7 +8,8 @@ from typing import Final
 import torch
 
 from engine.attention.backend import KvPool, LayerOptions, SequenceSlice, slot_mapping
-from engine.attention.tasks import AttentionTasks
+from engine.attention.tasks import GROUP_KEYS, AttentionTasks
+from engine.errors import KernelError
 from engine.native.library import AttentionArguments, Kernels
 
 __all__ = ["CppCpuAttention"]
@@ -22,11 +23,13 @@ class CppCpuAttention:
     name = "cpp_cpu"
 
     def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+        if kernels.group != GROUP_KEYS:
+            raise KernelError(f"the kernels sum {kernels.group} keys by themselves, not {GROUP_KEYS}")
+        self.kernels = kernels
 
     def begin(self, pool: KvPool, slices: Sequence[SequenceSlice]) -> CppStep:
         """See ``AttentionBackend``."""
-        return CppStep(self._kernels, pool, slices)
+        return CppStep(self.kernels, pool, slices)
 
 
 class CppStep:

@@ -3,11 +3,15 @@
 A task is a set of query rows and a range of keys in one block table. Tokens of a prefill chunk are taken in tiles.
 Decodes whose block tables begin alike attend to that shared part together, so that it is read from memory once; then
 each of them, or each smaller group, to its own. With few rows the keys are cut too, so that every core has work.
+
+Keys are cut at multiples of ``GROUP_KEYS`` only, at which the kernel begins new sums in any case, and the parts of a
+row are merged in the order of their keys: so however a row is cut, its result is the same bits.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
@@ -15,17 +19,16 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from engine.attention.backend import SequenceSlice
 
-__all__ = ["AttentionTasks"]
+__all__ = ["GROUP_KEYS", "AttentionTasks"]
 
 _TILE_ROWS: Final = 192
 """Query rows (tokens times heads) of a task: their sums stay in the second-level cache with a tile of keys."""
 
-_FEW_TOKENS: Final = 16
-_SLICE_KEYS: Final = 128
-"""Keys per task of at most ``_FEW_TOKENS`` tokens."""
+GROUP_KEYS: Final = 128
+"""Keys whose weighted values the kernel sums by themselves."""
 
-_LEAST_SHARED: Final = 64
-"""A shared part of fewer keys is not worth a task of its own."""
+_FEW_TOKENS: Final = 16
+"""Tasks of at most so many tokens have one group of keys."""
 
 
 class AttentionTasks:
@@ -73,25 +76,26 @@ class AttentionTasks:
             self._pieces += [(rows, *keys, table) for keys in _ranges(begin, first + count, count)]
 
     def _cut_decodes(self, decodes: list[SequenceSlice], done: int, depth: int) -> None:
-        """Attend from block ``done`` on, where all ``decodes`` have the blocks before ``depth`` in common."""
+        """Attend from key ``done`` on, where all ``decodes`` have the blocks before ``depth`` in common."""
         size = self._block_size
         decodes = sorted(decodes, key=lambda piece: piece.block_table[depth])
         for _, same in groupby(decodes, key=lambda piece: piece.block_table[depth]):
             members = list(same)
             shared = min(_common(members), min(piece.start // size for piece in members))
-            if len(members) > 1 and (shared - done) * size >= _LEAST_SHARED:
+            edge = shared * size // GROUP_KEYS * GROUP_KEYS
+            if len(members) > 1 and edge > done:
                 table = self._add_table(members[0])
                 for offset in range(0, len(members), self._tile):
                     rows = [(piece.first, piece.start) for piece in members[offset : offset + self._tile]]
-                    self._pieces += [(rows, *keys, table) for keys in _ranges(done * size, shared * size, 1)]
-                self._cut_decodes(members, shared, shared)
+                    self._pieces += [(rows, *keys, table) for keys in _ranges(done, edge, 1)]
+                self._cut_decodes(members, edge, shared)
             elif len(members) > 1 and shared > depth:
                 self._cut_decodes(members, done, shared)  # some of them may share more
             else:
                 for piece in members:
                     table = self._add_table(piece)
                     row = [(piece.first, piece.start)]
-                    self._pieces += [(row, *keys, table) for keys in _ranges(done * size, piece.start + 1, 1)]
+                    self._pieces += [(row, *keys, table) for keys in _ranges(done, piece.start + 1, 1)]
 
     def _add_table(self, piece: SequenceSlice) -> int:
         start = len(self.tables)
@@ -101,11 +105,8 @@ class AttentionTasks:
     def _lay_out(self) -> None:
         """Fill the tables from the pieces, those with most work first so that none of them starts late."""
         self._pieces.sort(key=lambda piece: -len(piece[0]) * (piece[2] - piece[1]))
-        parts: dict[int, int] = {}
-        for rows, _, _, _ in self._pieces:
-            for token, _ in rows:
-                parts[token] = parts.get(token, 0) + 1
-        places: dict[int, list[int]] = {}
+        parts = Counter(token for rows, _, _, _ in self._pieces for token, _ in rows)
+        places: dict[int, list[tuple[int, int]]] = {}  # first key and slot
         for rows, first_key, last_key, table in self._pieces:
             whole = parts[rows[0][0]] == 1  # then so are the other rows
             slot = -1 if whole else self.slots
@@ -114,18 +115,20 @@ class AttentionTasks:
             self.row_position.extend(position for _, position in rows)
             if not whole:
                 for i, (token, _) in enumerate(rows):
-                    places.setdefault(token, []).append(slot + i)
+                    places.setdefault(token, []).append((first_key, slot + i))
                 self.slots += len(rows)
-        for token, slots in places.items():
-            self.merges.extend((token, len(self.merge_slots), len(slots)))
-            self.merge_slots.extend(slots)
+        for token, found in places.items():
+            self.merges.extend((token, len(self.merge_slots), len(found)))
+            self.merge_slots.extend(slot for _, slot in sorted(found))
 
 
 def _ranges(begin: int, end: int, tokens: int) -> Iterator[tuple[int, int]]:
     """The keys ``begin .. end-1`` in one range, or in several where a task has few tokens."""
-    step = _SLICE_KEYS if tokens <= _FEW_TOKENS else end - begin
-    for first in range(begin, end, step):
-        yield first, min(first + step, end)
+    first = begin
+    while first < end:
+        last = min((first // GROUP_KEYS + 1) * GROUP_KEYS, end) if tokens <= _FEW_TOKENS else end
+        yield first, last
+        first = last
 
 
 def _common(members: list[SequenceSlice]) -> int:

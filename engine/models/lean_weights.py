@@ -14,6 +14,8 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from engine.allocator import mapped_zeros
+
 __all__ = ["LeanLayer", "LeanWeights", "lean_weights"]
 
 _FAMILIES: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -77,9 +79,12 @@ def lean_weights(model: PreTrainedModel, windows: Sequence[int | None]) -> LeanW
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     core: Any = model.model
+    memory = _Memory(model)
+    layers = tuple(_layer(layer, window, memory) for layer, window in zip(core.layers, windows, strict=True))
+    memory.fuse([model.lm_head])  # and with it the embedding, where they are tied
     return LeanWeights(
         embedding=core.embed_tokens.weight,
-        layers=tuple(_layer(layer, window) for layer, window in zip(core.layers, windows, strict=True)),
+        layers=layers,
         norm=core.norm.weight,
         head=model.lm_head.weight,
         eps=float(config.rms_norm_eps),
@@ -107,38 +112,50 @@ def _understood(model: PreTrainedModel) -> bool:
     return not any(parameter.is_quantized or parameter.dim() > 2 for parameter in model.parameters())
 
 
-def _layer(layer: Any, window: int | None) -> LeanLayer:
+class _Memory:
+    """Owns the memory that the matrices are moved to: in the order in which a step reads them, and in huge pages."""
+
+    def __init__(self, model: Any) -> None:
+        modules = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        total = sum(module.weight.numel() for module in modules)
+        self._free = mapped_zeros((total,), model.lm_head.weight.dtype)
+
+    def fuse(self, parts: list[torch.nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One matrix and bias for modules with the same input; theirs become views of it."""
+        rows, width = sum(part.out_features for part in parts), parts[0].in_features
+        weight, self._free = self._free[: rows * width].view(rows, width), self._free[rows * width :]
+        biased = [part.bias for part in parts if part.bias is not None]
+        bias = torch.cat(tuple(biased)) if len(biased) == len(parts) else None
+        start = 0
+        for part in parts:
+            end = start + part.out_features
+            weight[start:end] = part.weight
+            part.weight.data = weight[start:end]
+            if bias is not None:
+                part.bias.data = bias[start:end]
+            start = end
+        return weight, bias
+
+
+def _layer(layer: Any, window: int | None, memory: _Memory) -> LeanLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    qkv, qkv_bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
-    gate_up, gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
+    qkv, qkv_bias = memory.fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+    output, output_bias = memory.fuse([attention.o_proj])
+    gate_up, gate_up_bias = memory.fuse([mlp.gate_proj, mlp.up_proj])
+    down, down_bias = memory.fuse([mlp.down_proj])
     norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
     return LeanLayer(
         input_norm=layer.input_layernorm.weight,
         qkv=qkv,
         qkv_bias=qkv_bias,
         head_norms=norms,
-        output=attention.o_proj.weight,
-        output_bias=attention.o_proj.bias,
+        output=output,
+        output_bias=output_bias,
         mlp_norm=layer.post_attention_layernorm.weight,
         gate_up=gate_up,
         gate_up_bias=gate_up_bias,
-        down=mlp.down_proj.weight,
-        down_bias=mlp.down_proj.bias,
+        down=down,
+        down_bias=down_bias,
         scaling=float(attention.scaling),
         window=window,
     )
-
-
-def _fuse(parts: list[torch.nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One matrix and bias for modules with the same input; theirs become views of it."""
-    weight = torch.cat(tuple(part.weight for part in parts))
-    biased = [part.bias for part in parts if part.bias is not None]
-    bias = torch.cat(tuple(biased)) if len(biased) == len(parts) else None
-    start = 0
-    for part in parts:
-        end = start + part.out_features
-        part.weight.data = weight[start:end]
-        if bias is not None:
-            part.bias.data = bias[start:end]
-        start = end
-    return weight, bias

@@ -2,43 +2,31 @@
 //
 // A task is a set of query rows (token and position) and a range of keys in one block table; it is computed for each
 // KV head apart, for all query heads of that group together. The keys pass by in tiles of kTile, in float32 whatever
-// the pool holds, with a running maximum and sum per row. A row whose keys are spread over several tasks leaves
-// its maximum, sum and weighted values of each in a slot, and they are merged at the end.
-#include <cmath>
-#include <cstdlib>
+// the pool holds, with a running maximum and sum per row.
+//
+// A row's result is the same bits however it is cut into tasks, alone or with others, as a decode or within a prefill:
+// the running sums begin anew at every kGroup-th position, and the groups are taken together by `fold` in the order of
+// their positions. A row whose keys are spread over several tasks leaves each group in a slot, to be folded at the end.
+#include "attention.h"
 
-#include "kernels.h"
+#include <cmath>
+
+#include "scratch.h"
 #include "simd.h"
 
 namespace headstart {
 
 int threads = 1;
+thread_local Scratch scratch;
 
 namespace {
 
-constexpr int kTile = 64;                // keys
-constexpr int kRows = 6;                 // query rows in registers
+constexpr int kTile = 64;                 // keys
+constexpr int kRows = 6;                  // query rows in registers
 constexpr int kVectors = W == 8 ? 2 : 4;  // so that kRows * kVectors sums fit the registers
+constexpr int kLine = 64;                 // bytes
 
 const float kNone = -INFINITY;
-
-// One thread's working memory, kept for its next task.
-struct Scratch {
-  float* memory = nullptr;
-  size_t size = 0;
-  float* at_least(size_t floats) {
-    if (floats > size) {
-      free(memory);
-      void* fresh = nullptr;
-      if (posix_memalign(&fresh, 64, floats * sizeof(float))) abort();
-      memory = static_cast<float*>(fresh);
-      memset(memory, 0, floats * sizeof(float));
-      size = floats;
-    }
-    return memory;
-  }
-};
-thread_local Scratch scratch;
 
 void store_row(const float* x, void* pool, float* scales, int64_t row, int dim, int kind) {
   if (kind == 0) {
@@ -160,44 +148,128 @@ void attend_rows(const headstart_attention& a, const float* query, int query_str
   for (; column < acc_stride; column += W) accumulate<R, 1>(scores, values, first, last, column, acc, acc_stride);
 }
 
-void run(const headstart_attention& a, const headstart_task& task, int kv_head) {
+// What a row has gathered over some keys: weighted values, the maximum of its scores and the sum of its weights.
+struct Gathered {
+  float* values;
+  float *most, *total;
+};
+
+// Takes `from` into `into`. Not inlined: two copies might be compiled to round differently.
+__attribute__((noinline)) void fold(Gathered into, const float* values, float most, float total, int width) {
+  if (most == kNone) return;
+  const float before = *into.most, now = most > before ? most : before;
+  const float keep = before == kNone ? 0.f : std::exp(before - now), factor = std::exp(most - now);
+  *into.most = now;
+  *into.total = *into.total * keep + total * factor;
+  for (int d = 0; d < width; d += W) store(into.values + d, load(into.values + d) * keep + load(values + d) * factor);
+}
+
+// Writes a row's result: its weighted values over the sum of its weights, to which a sink adds.
+__attribute__((noinline)) void finish(const headstart_attention& a, Gathered row, int token, int head) {
+  const float weight = a.sinks ? *row.total + std::exp(a.sinks[head] - *row.most) : *row.total;
+  float* out = a.out + (int64_t(token) * a.heads + head) * a.value_dim;
+  for (int d = 0; d < a.value_dim; d++) out[d] = row.values[d] / weight;
+}
+
+// Where the keys and values of a sequence lie, for one head.
+class Rows {
+ public:
+  Rows(const headstart_attention& a, const int32_t* table, int kv_head)
+      : a_(a), table_(table), head_(kv_head), bytes_(a.kind == 0 ? 4 : a.kind == 1 ? 2 : 1) {}
+
+  // The rows of `count` positions from `start` on, as float32: where they lie if possible, else in the spaces.
+  void load(int start, int count, const float** keys, const float** values, float* key_space, float* value_space) const {
+    const int key_width = padded(a_.key_dim), value_width = padded(a_.value_dim);
+    int block = start / a_.block, offset = start % a_.block;
+    for (int i = 0; i < count; block++, offset = 0) {
+      const int64_t first = (int64_t(table_[block]) * a_.kv_heads + head_) * a_.block;
+      for (; offset < a_.block && i < count; offset++, i++) {
+        keys[i] = load_row(a_.pool_keys, a_.key_scales, first + offset, a_.key_dim, a_.kind, key_space + i * key_width);
+        values[i] = load_row(a_.pool_values, a_.value_scales, first + offset, a_.value_dim, a_.kind,
+                             value_space + i * value_width);
+      }
+    }
+  }
+
+  // Starts to bring the rows of some positions into the cache.
+  void fetch(int start, int end) const {
+    int block = start / a_.block, offset = start % a_.block;
+    for (int at = start; at < end; block++, offset = 0) {
+      const int64_t first = (int64_t(table_[block]) * a_.kv_heads + head_) * a_.block + offset;
+      const int some = a_.block - offset < end - at ? a_.block - offset : end - at;
+      fetch_range(a_.pool_keys, first * a_.key_dim * bytes_, int64_t(some) * a_.key_dim * bytes_);
+      fetch_range(a_.pool_values, first * a_.value_dim * bytes_, int64_t(some) * a_.value_dim * bytes_);
+      at += some;
+    }
+  }
+
+ private:
+  static void fetch_range(const void* pool, int64_t from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(static_cast<const char*>(pool) + from + i, 0, 2);
+  }
+
+  const headstart_attention& a_;
+  const int32_t* table_;
+  const int head_, bytes_;
+};
+
+// A task's keys of one KV head, and which part of them to fetch ahead.
+struct Job {
+  const headstart_task* task;
+  int kv_head;
+};
+
+void run(const headstart_attention& a, const Job& job, const Job* next) {
+  const headstart_task& task = *job.task;
   const int group = a.heads / a.kv_heads, rows = task.rows * group;
-  const int key_width = padded(a.key_dim), value_width = padded(a.value_dim);
-  float* space = scratch.at_least(size_t(rows) * (key_width + value_width + 2 + 2 * W) +
+  const int key_width = padded(a.key_dim), value_width = padded(a.value_dim), per_row = padded(rows);
+  const bool several = task.first_key / kGroup < (task.last_key - 1) / kGroup;
+  float* query = scratch.at_least(size_t(rows) * (key_width + 2 * value_width) + 4 * size_t(per_row) +
                                   size_t(kTile) * (2 * key_width + value_width) + key_width);
-  float* query = space;
-  float* acc = query + size_t(rows) * key_width;
-  float* keys = acc + size_t(rows) * value_width;  // [key_width, kTile]
+  float* keys = query + size_t(rows) * key_width;  // [key_width, kTile]
   float* key_space = keys + size_t(kTile) * key_width;
   float* value_space = key_space + size_t(kTile) * key_width;
   float* zeros = value_space + size_t(kTile) * value_width;
   float* most = zeros + key_width;
-  float* total = most + padded(rows);
+  float* total = most + per_row;
+  float* all_most = total + per_row;
+  float* all_total = all_most + per_row;
+  float* acc = all_total + per_row;
+  float* all_acc = acc + size_t(rows) * value_width;
 
   for (int t = 0; t < task.rows; t++) {
     const int64_t token = a.row_token[task.first_row + t];
     for (int g = 0; g < group; g++) {
-      const float* source = a.query + token * a.query_token + int64_t(kv_head * group + g) * a.query_head;
+      const float* source = a.query + token * a.query_token + int64_t(job.kv_head * group + g) * a.query_head;
       float* target = query + size_t(t * group + g) * key_width;
       for (int d = 0; d < a.key_dim; d++) target[d] = source[d] * a.scaling;
     }
   }
-  memset(acc, 0, sizeof(float) * rows * value_width);
-  memset(key_space, 0, sizeof(float) * (kTile * (key_width + value_width) + key_width));
-  for (int r = 0; r < rows; r++) most[r] = kNone, total[r] = 0;
+  for (int i = 0; i < key_width; i++) zeros[i] = 0;
+  if (several) {
+    for (int r = 0; r < rows; r++) all_most[r] = kNone, all_total[r] = 0;
+    memset(all_acc, 0, sizeof(float) * rows * value_width);
+  }
 
+  const Rows source(a, a.tables + task.table, job.kv_head);
   const float* key_rows[kTile];
   const float* value_rows[kTile];
-  const int32_t* table = a.tables + task.table;
-  for (int start = task.first_key; start < task.last_key; start += kTile) {
-    const int count = task.last_key - start < kTile ? task.last_key - start : kTile;
-    for (int i = 0; i < count; i++) {
-      const int position = start + i;
-      const int64_t row =
-          (int64_t(table[position / a.block]) * a.kv_heads + kv_head) * a.block + position % a.block;
-      key_rows[i] = load_row(a.pool_keys, a.key_scales, row, a.key_dim, a.kind, key_space + i * key_width);
-      value_rows[i] = load_row(a.pool_values, a.value_scales, row, a.value_dim, a.kind, value_space + i * value_width);
+  const int first_tile = task.first_key / kTile * kTile;
+  for (int start = first_tile; start < task.last_key; start += kTile) {
+    if (start % kGroup == 0 || start == first_tile) {
+      for (int r = 0; r < rows; r++) most[r] = kNone, total[r] = 0;
+      memset(acc, 0, sizeof(float) * rows * value_width);
     }
+    const int end = start + kTile < task.last_key ? start + kTile : task.last_key, count = end - start;
+    const int skipped = start < task.first_key ? task.first_key - start : 0;  // nobody sees them
+    source.load(start + skipped, count - skipped, key_rows + skipped, value_rows + skipped, key_space, value_space);
+    if (end < task.last_key) {
+      source.fetch(end, end + kTile < task.last_key ? end + kTile : task.last_key);
+    } else if (next) {
+      const int first = next->task->first_key, last = next->task->last_key;
+      Rows(a, a.tables + next->task->table, next->kv_head).fetch(first, first + kTile < last ? first + kTile : last);
+    }
+    for (int i = 0; i < skipped; i++) key_rows[i] = zeros;
     for (int i = count; i < kTile; i++) key_rows[i] = zeros;
     for (int i = 0; i < kTile; i += W)
       for (int d = 0; d < key_width; d += W) {
@@ -234,82 +306,80 @@ void run(const headstart_attention& a, const headstart_task& task, int kv_head) 
       }
 #undef HEADSTART_ROWS
     }
+    if (several && (end % kGroup == 0 || end == task.last_key))
+      for (int r = 0; r < rows; r++)
+        fold({all_acc + size_t(r) * value_width, all_most + r, all_total + r}, acc + size_t(r) * value_width, most[r],
+             total[r], value_width);
   }
+  if (several) acc = all_acc, most = all_most, total = all_total;
 
   for (int r = 0; r < rows; r++) {
-    const int t = r / group, head = kv_head * group + r % group;
-    const float* from = acc + size_t(r) * value_width;
-    if (task.slot >= 0) {
+    const int t = r / group, head = job.kv_head * group + r % group;
+    float* values = acc + size_t(r) * value_width;
+    if (task.slot < 0) {
+      finish(a, {values, most + r, total + r}, a.row_token[task.first_row + t], head);
+    } else {
       float* slot = a.partials + (int64_t(task.slot + t) * a.heads + head) * (value_width + 2);
-      memcpy(slot, from, sizeof(float) * value_width);
+      memcpy(slot, values, sizeof(float) * value_width);
       slot[value_width] = most[r];
       slot[value_width + 1] = total[r];
-      continue;
     }
-    float weight = total[r];
-    if (a.sinks) weight += std::exp(a.sinks[head] - most[r]);
-    float* out = a.out + (int64_t(a.row_token[task.first_row + t]) * a.heads + head) * a.value_dim;
-    for (int d = 0; d < a.value_dim; d++) out[d] = from[d] / weight;
   }
 }
 
 void merge(const headstart_attention& a, const headstart_merge& m, int head) {
   const int value_width = padded(a.value_dim);
-  float* out = a.out + (int64_t(m.token) * a.heads + head) * a.value_dim;
-  const auto slot = [&](int i) {
-    return a.partials + (int64_t(a.merge_slots[m.first + i]) * a.heads + head) * (value_width + 2);
-  };
-  float most = a.sinks ? a.sinks[head] : kNone;
-  for (int i = 0; i < m.count; i++) most = slot(i)[value_width] > most ? slot(i)[value_width] : most;
-  float total = a.sinks ? std::exp(a.sinks[head] - most) : 0.f;
-  for (int d = 0; d < a.value_dim; d++) out[d] = 0;
+  float* values = scratch.at_least(value_width);
+  float most = kNone, total = 0;
+  for (int d = 0; d < value_width; d++) values[d] = 0;
   for (int i = 0; i < m.count; i++) {
-    const float* part = slot(i);
-    if (part[value_width] == kNone) continue;
-    const float factor = std::exp(part[value_width] - most);
-    total += part[value_width + 1] * factor;
-    for (int d = 0; d < a.value_dim; d++) out[d] += part[d] * factor;
+    const float* slot = a.partials + (int64_t(a.merge_slots[m.first + i]) * a.heads + head) * (value_width + 2);
+    fold({values, &most, &total}, slot, slot[value_width], slot[value_width + 1], value_width);
   }
-  for (int d = 0; d < a.value_dim; d++) out[d] /= total;
+  finish(a, {values, &most, &total}, m.token, head);
 }
 
 }  // namespace
+
+void store_kv(const headstart_attention& a) {
+#pragma omp for schedule(static) nowait
+  for (int token = 0; token < a.tokens; token++)
+    for (int head = 0; head < a.kv_heads; head++) {
+      const int64_t slot = a.slots[token];
+      const int64_t row = (slot / a.block * a.kv_heads + head) * a.block + slot % a.block;
+      const float* key = a.key + token * a.key_token + head * a.key_head;
+      const float* value = a.value + token * a.value_token + head * a.value_head;
+      store_row(key, a.pool_keys, a.key_scales, row, a.key_dim, a.kind);
+      store_row(value, a.pool_values, a.value_scales, row, a.value_dim, a.kind);
+    }
+}
+
+void attend(const headstart_attention& a) {
+  const int jobs = a.task_count * a.kv_heads;
+  const auto job = [&](int i) { return Job{a.tasks + i / a.kv_heads, i % a.kv_heads}; };
+  // Job i of a thread is followed by job i + threads, whose first keys are fetched meanwhile.
+#pragma omp for schedule(static, 1) nowait
+  for (int i = 0; i < jobs; i++) {
+    const bool more = i + threads < jobs;
+    const Job next = more ? job(i + threads) : Job{};
+    run(a, job(i), more ? &next : nullptr);
+  }
+  if (a.merge_count) {
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
+    for (int i = 0; i < a.merge_count * a.heads; i++) merge(a, a.merges[i / a.heads], i % a.heads);
+  }
+}
+
 }  // namespace headstart
 
 // Stores the batch's K and V in the pool, then attends.
 extern "C" void headstart_attend(const headstart_attention* arguments) {
   using namespace headstart;
-  const headstart_attention& a = *arguments;
 #pragma omp parallel num_threads(threads)
   {
-#pragma omp for schedule(static)
-    for (int token = 0; token < a.tokens; token++)
-      for (int head = 0; head < a.kv_heads; head++) {
-        const int64_t slot = a.slots[token];
-        const int64_t row = (slot / a.block * a.kv_heads + head) * a.block + slot % a.block;
-        const float* key = a.key + token * a.key_token + head * a.key_head;
-        const float* value = a.value + token * a.value_token + head * a.value_head;
-        store_row(key, a.pool_keys, a.key_scales, row, a.key_dim, a.kind);
-        store_row(value, a.pool_values, a.value_scales, row, a.value_dim, a.kind);
-      }
-#pragma omp for schedule(dynamic)
-    for (int i = 0; i < a.task_count * a.kv_heads; i++) run(a, a.tasks[i / a.kv_heads], i % a.kv_heads);
-    if (a.merge_count) {
-#pragma omp for schedule(static)
-      for (int i = 0; i < a.merge_count * a.heads; i++) merge(a, a.merges[i / a.heads], i % a.heads);
-    }
+    store_kv(*arguments);
+#pragma omp barrier
+    attend(*arguments);
   }
-}
-
-extern "C" void headstart_set_threads(int count) { headstart::threads = count; }
-
-// Bytes of the structures and the width of a vector, so that the caller can check its picture of them.
-extern "C" void headstart_layout(int32_t* sizes) {
-  sizes[0] = sizeof(headstart_attention);
-  sizes[1] = sizeof(headstart_task);
-  sizes[2] = sizeof(headstart_merge);
-  sizes[3] = sizeof(headstart_layer);
-  sizes[4] = sizeof(headstart_kv);
-  sizes[5] = sizeof(headstart_batch);
-  sizes[6] = headstart::W;
 }

@@ -22,8 +22,8 @@ from engine.models.catalog import cache_dir
 
 __all__ = ["BackgroundBuild", "build_kernels", "compiler"]
 
-_SOURCES: Final = ("attention.cpp", "layers.cpp", "linear.cpp", "pointwise.cpp")
-_HEADERS: Final = ("kernels.h", "simd.h")
+_SOURCES: Final = ("attention.cpp", "forward.cpp", "linear.cpp")
+_HEADERS: Final = ("attention.h", "kernels.h", "linear.h", "pointwise.h", "scratch.h", "simd.h")
 _FLAGS: Final = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-fopenmp", "-fvisibility=default")
 _BUILD_SECONDS: Final = 300
 _NICENESS: Final = 10

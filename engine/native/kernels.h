@@ -33,10 +33,17 @@ struct headstart_attention {
   float scaling, softcap;
 };
 
-// Weights of a layer, see LeanLayer. Biases and head norms may be null.
+// A weight [n, k] in panels of consecutive rows, each panel [k, rows of a panel]: see PackedMatrix.
+struct headstart_matrix {
+  const void* panels;
+  const void* rest;   // the last n % (rows of a panel) rows as a panel padded with zeros; null where there are none
+  const float* bias;  // [n] or null
+  int32_t n, k;
+};
+// Weights of a layer, see LeanLayer. Head norms may be null.
 struct headstart_layer {
-  const float *input_norm, *qkv, *qkv_bias, *query_norm, *key_norm, *output, *output_bias;
-  const float *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+  const float *input_norm, *query_norm, *key_norm, *mlp_norm;
+  headstart_matrix qkv, output, gate, up, down;
   float scaling;
   int32_t kind;  // which of the batch's attentions (they differ in their windows)
 };
@@ -46,18 +53,25 @@ struct headstart_kv {
 };
 struct headstart_batch {
   const headstart_layer* layers;
-  const headstart_kv* pool;                // by layer
-  const headstart_attention* attentions;   // by kind; what differs between layers is filled in
-  const float *cos, *sin;                  // [tokens, dim / 2]
-  float *hidden;                           // [tokens, width], in and out
-  float *normed, *qkv, *attended, *gate_up, *product;
-  int32_t layer_count, tokens, width, intermediate, heads, kv_heads, dim;
+  const headstart_matrix* head;
+  const headstart_matrix* embedding;      // null: `table` is the embedding
+  const void* table;                      // [vocabulary, width]
+  const float* norm;                      // before the head
+  const headstart_kv* pool;               // by layer
+  const headstart_attention* attentions;  // by kind; what differs between layers is filled in
+  const int64_t *token_ids, *positions;   // [tokens]
+  const int64_t* rows;                    // of the tokens whose logits are wanted
+  const float *cos, *sin;                 // by position, [dim / 2]
+  float *hidden, *normed, *qkv, *attended, *product;  // of all tokens
+  float *last_hidden, *last_attended;                 // of the rows
+  float* logits;                                      // [rows, vocabulary]
+  int32_t layer_count, tokens, row_count, width, heads, kv_heads, dim;
   float eps;
 };
 
 void headstart_attend(const headstart_attention*);
-void headstart_linear(const float*, int64_t, const float*, const float*, float*, int64_t, int, int, int, int);
-void headstart_rms_norm(const float*, const float*, float*, int, int, float);
-void headstart_rotate(float*, int64_t, const float*, const float*, const float*, const float*, int, int, int, int, float);
-void headstart_silu_product(const float*, float*, int, int);
+void headstart_forward(const headstart_batch*);
+void headstart_multiply(const float* x, int m, const headstart_matrix*, float* out);
+void headstart_set_threads(int);
+void headstart_layout(int32_t* sizes);
 }

@@ -1,110 +1,177 @@
-// Products of few rows with a weight matrix: each weight is read from memory once, in the order in which it lies.
+// Products of activations with packed weights.
 //
-// General matrix libraries copy the weights into another order first, which costs more than the product itself when
-// there are only a few rows to multiply.
-#include "simd.h"
+// A panel of the weight passes by the rows of x in blocks that stay in the caches; meanwhile the block after it is
+// fetched from memory. The sum of an element of the result is always taken in the order of k, one product at a time, so
+// that a row's result is the same bits however many rows it is computed with, and on however many threads.
+#include "linear.h"
+
+#include "scratch.h"
 
 namespace headstart {
 namespace {
 
-constexpr int kLine = 16;  // floats
+constexpr int kDepth = 192;      // of a block of a panel: with kTileRows rows of x it fits the first-level cache
+constexpr int kMostRows = 256;   // of x per panel: they fit the second-level cache together with a block
+constexpr int kLine = 64;        // bytes
+constexpr int kFetchingTiles = 3;
 
-struct Product {
-  const float* x;  // [m, k], rows x_stride apart
-  int64_t x_stride;
-  const float* weight;  // [n, k], contiguous
-  const float* bias;    // [n] or null
-  float* out;           // [m, n], rows out_stride apart
-  int64_t out_stride;
-  int m, n, k;
-  bool add;  // to what out holds
+template <int R>
+using Tile = vf[R][kPanelVectors];
+
+// tile (+)= x[R, depth] * block[depth, kPanel]. Meanwhile LINES cache lines per step are fetched, from `fetch` on.
+template <int R, int LINES>
+void add_block(const float* x, int64_t stride, const float* block, int depth, float* tile, bool first,
+               const char* fetch) {
+  Tile<R> sums;
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; v++) sums[r][v] = first ? vf{} : load(tile + r * kPanel + v * W);
+  for (int i = 0; i < depth; i++) {
+#pragma GCC unroll 4
+    for (int line = 0; line < LINES; line++) __builtin_prefetch(fetch + line * kLine, 0, 2);
+    fetch += LINES * kLine;
+    vf weights[kPanelVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; v++) weights[v] = load(block + i * kPanel + v * W);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const float factor = x[r * stride + i];
+#pragma GCC unroll 4
+      for (int v = 0; v < kPanelVectors; v++) sums[r][v] += factor * weights[v];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; v++) store(tile + r * kPanel + v * W, sums[r][v]);
+}
+
+typedef void (*AddBlock)(const float*, int64_t, const float*, int, float*, bool, const char*);
+
+#define HEADSTART_BY_ROWS(LINES)                                                                           \
+  {                                                                                                        \
+    nullptr, add_block<1, LINES>, add_block<2, LINES>, add_block<3, LINES>, add_block<4, LINES>,           \
+        add_block<5, LINES>, add_block<6, LINES>, add_block<7, LINES>, add_block<8, LINES>                 \
+  }
+constexpr AddBlock kAddBlock[][9] = {HEADSTART_BY_ROWS(0), HEADSTART_BY_ROWS(1), HEADSTART_BY_ROWS(2),
+                                     HEADSTART_BY_ROWS(3)};
+#undef HEADSTART_BY_ROWS
+
+// result[m, kPanel] = x[m, k] * panel^T. `after` is what will be read after this panel.
+void multiply_panel(const float* x, int64_t stride, int m, const float* panel, int k, float* result,
+                    const float* after) {
+  const int tiles = (m + kTileRows - 1) / kTileRows;
+  const int fetching = tiles < kFetchingTiles ? tiles : kFetchingTiles;
+  const int lines_of_step = kPanel * int(sizeof(float)) / kLine;
+  const int lines = (lines_of_step + fetching - 1) / fetching;
+  for (int start = 0; start < k; start += kDepth) {
+    const int depth = k - start < kDepth ? k - start : kDepth;
+    const float* block = panel + int64_t(start) * kPanel;
+    const char* next = reinterpret_cast<const char*>(start + depth < k ? block + int64_t(depth) * kPanel : after);
+    for (int t = 0; t < tiles; t++) {
+      const int row = m * t / tiles, rows = m * (t + 1) / tiles - row;
+      const bool fetches = t * lines < lines_of_step;
+      kAddBlock[fetches ? lines : 0][rows](x + row * stride + start, stride, block, depth, result + row * kPanel,
+                                           start == 0, next + int64_t(t) * lines * depth * kLine);
+    }
+  }
+}
+
+// Which rows of x and which panel a part of a product is about.
+struct Part {
+  int row, rows, panel;
 };
 
-inline void finish(const Product& p, int m, int n, float value) {
-  if (p.bias) value += p.bias[n];
-  float* target = p.out + m * p.out_stride + n;
-  *target = p.add ? *target + value : value;
-}
-
-// MT rows of x from row m0 on times W / MT rows of the weight: W sums in flight. The first `skip` rows are not stored.
-// Meanwhile the next rows of the weight are fetched, FETCH cache lines per step, from `fetch` on.
-template <int MT, int FETCH>
-inline void tile(const Product& p, int m0, int skip, int n0, const float* fetch) {
-  constexpr int NT = W / MT;
-  const int whole = p.k / W * W;
-  const float* x = p.x + m0 * p.x_stride;
-  const float* rows = p.weight + int64_t(n0) * p.k;
-  vf acc[W] = {};
-  for (int i = 0; i < whole; i += W) {
-    for (int line = 0; line < FETCH; line++) __builtin_prefetch(fetch + line * kLine);
-    fetch += FETCH * kLine;
-    vf xs[MT];
-#pragma GCC unroll 16
-    for (int m = 0; m < MT; m++) xs[m] = load(x + m * p.x_stride + i);
-#pragma GCC unroll 16
-    for (int j = 0; j < NT; j++) {
-      vf w = load(rows + int64_t(j) * p.k + i);
-#pragma GCC unroll 16
-      for (int m = 0; m < MT; m++) acc[m * NT + j] += xs[m] * w;
-    }
+// How a product of m rows is cut into parts for the threads: panels, and rows where there are many or few panels.
+struct Cut {
+  int m, panels, rows, blocks;
+  Cut(int m, int n) : m(m), panels((n + kPanel - 1) / kPanel) {
+    blocks = (m + kMostRows - 1) / kMostRows;
+    while (panels * blocks < 4 * threads && m / blocks >= 4 * kTileRows) blocks *= 2;
+    rows = (m + blocks - 1) / blocks;
   }
-  float total[W];
-  store(total, sums(acc));
-  for (int m = skip; m < MT; m++)
-    for (int j = 0; j < NT; j++) {
-      float value = total[m * NT + j];
-      for (int i = whole; i < p.k; i++) value += x[m * p.x_stride + i] * rows[int64_t(j) * p.k + i];
-      finish(p, m0 + m, n0 + j, value);
-    }
-}
-
-float dot(const float* a, const float* b, int k) {
-  vf acc{};
-  const int whole = k / W * W;
-  for (int i = 0; i < whole; i += W) acc += load(a + i) * load(b + i);
-  float value = sum(acc);
-  for (int i = whole; i < k; i++) value += a[i] * b[i];
-  return value;
-}
-
-template <int MT, int FETCH>
-void multiply(const Product& p) {
-  constexpr int NT = W / MT;
-  const int groups = p.n / NT;
-  const int64_t stride = int64_t(NT) * p.k, share = int64_t(FETCH) * kLine * (p.k / W);
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int group = 0; group < groups; group++) {
-    const float* next = p.weight + (group + 1) * stride;
-    for (int m = 0; m < p.m; m += MT) {
-      // The last rows are taken together with some that are done already.
-      const int first = m + MT <= p.m ? m : p.m - MT;
-      const int64_t done = m / MT * share;
-      if (done < stride)
-        tile<MT, FETCH>(p, first, m - first, group * NT, next + done);
-      else
-        tile<MT, 0>(p, first, m - first, group * NT, next);
-    }
+  int parts() const { return panels * blocks; }
+  Part part(int i) const {
+    const int row = i / panels * rows;
+    return {row, m - row < rows ? m - row : rows, i % panels};
   }
-  for (int n = groups * NT; n < p.n; n++)
-    for (int m = 0; m < p.m; m++) finish(p, m, n, dot(p.x + m * p.x_stride, p.weight + int64_t(n) * p.k, p.k));
+};
+
+inline const float* panel_of(const headstart_matrix& weight, int panel) {
+  const bool whole = (panel + 1) * kPanel <= weight.n;
+  return whole ? static_cast<const float*>(weight.panels) + int64_t(panel) * kPanel * weight.k
+               : static_cast<const float*>(weight.rest);
+}
+
+inline void add_bias(const headstart_matrix& weight, int column, int columns, float* row) {
+  if (weight.bias)
+    for (int i = 0; i < columns; i++) row[i] += weight.bias[column + i];
 }
 
 }  // namespace
+
+void multiply(const float* x, int64_t stride, int m, const headstart_matrix& weight, float* out, int64_t out_stride,
+              Then then) {
+  const Cut cut(m, weight.n);
+#pragma omp for schedule(static) nowait
+  for (int i = 0; i < cut.parts(); i++) {
+    const Part part = cut.part(i);
+    if (part.rows <= 0) continue;
+    float* result = scratch.at_least(size_t(kMostRows) * kPanel);
+    const float* panel = panel_of(weight, part.panel);
+    multiply_panel(x + part.row * stride, stride, part.rows, panel, weight.k, result,
+                   panel + int64_t(kPanel) * weight.k);
+    const int column = part.panel * kPanel, columns = weight.n - column < kPanel ? weight.n - column : kPanel;
+    for (int r = 0; r < part.rows; r++) {
+      float* from = result + r * kPanel;
+      float* to = out + (part.row + r) * out_stride + column;
+      add_bias(weight, column, columns, from);
+      if (columns == kPanel) {
+        for (int v = 0; v < kPanel; v += W) store(to + v, then == Then::kAdd ? load(to + v) + load(from + v) : load(from + v));
+      } else {
+        for (int c = 0; c < columns; c++) to[c] = then == Then::kAdd ? to[c] + from[c] : from[c];
+      }
+    }
+  }
+}
+
+void multiply_gated(const float* x, int64_t stride, int m, const headstart_matrix& gate, const headstart_matrix& up,
+                    float* out, int64_t out_stride) {
+  const Cut cut(m, gate.n);
+#pragma omp for schedule(static) nowait
+  for (int i = 0; i < cut.parts(); i++) {
+    const Part part = cut.part(i);
+    if (part.rows <= 0) continue;
+    float* gates = scratch.at_least(2 * size_t(kMostRows) * kPanel);
+    float* ups = gates + size_t(kMostRows) * kPanel;
+    const float* start = x + part.row * stride;
+    const float* gate_panel = panel_of(gate, part.panel);
+    const float* up_panel = panel_of(up, part.panel);
+    multiply_panel(start, stride, part.rows, gate_panel, gate.k, gates, up_panel);
+    multiply_panel(start, stride, part.rows, up_panel, up.k, ups, gate_panel + int64_t(kPanel) * gate.k);
+    const int column = part.panel * kPanel, columns = gate.n - column < kPanel ? gate.n - column : kPanel;
+    for (int r = 0; r < part.rows; r++) {
+      float* g = gates + r * kPanel;
+      float* u = ups + r * kPanel;
+      float* to = out + (part.row + r) * out_stride + column;
+      add_bias(gate, column, columns, g);
+      add_bias(up, column, columns, u);
+      for (int v = 0; v < kPanel; v += W) store(g + v, silu(load(g + v)) * load(u + v));
+      memcpy(to, g, columns * sizeof(float));
+    }
+  }
+}
+
+void unpack_row(const headstart_matrix& weight, int64_t row, float* out) {
+  const float* panel = panel_of(weight, int(row / kPanel)) + row % kPanel;
+  for (int i = 0; i < weight.k; i++) out[i] = panel[int64_t(i) * kPanel];
+}
+
 }  // namespace headstart
 
-// out[m, n] (+)= sum over k of x[m, k] * weight[n, k] (+ bias[n]).
-extern "C" void headstart_linear(const float* x, int64_t x_stride, const float* weight, const float* bias, float* out,
-                                 int64_t out_stride, int m, int n, int k, int add) {
+extern "C" void headstart_multiply(const float* x, int m, const headstart_matrix* weight, float* out) {
   using namespace headstart;
-  const Product product{x, x_stride, weight, bias, out, out_stride, m, n, k, add != 0};
-  if (m > 12)
-    multiply<4, W / 16>(product);
-  else if (m > 4)
-    multiply<4, W / 8>(product);
-  else if (m == 4)
-    multiply<4, W / 4>(product);
-  else if (m >= 2)
-    multiply<2, 0>(product);
-  else if (m == 1)
-    multiply<1, 0>(product);
+#pragma omp parallel num_threads(threads)
+  multiply(x, weight->k, m, *weight, out, weight->n, Then::kStore);
 }

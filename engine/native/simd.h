@@ -61,13 +61,6 @@ inline void transpose(vf (&rows)[W]) {
   }
 }
 
-// Element i of the result is the sum over the elements of x[i].
-inline vf sums(vf (&x)[W]) {
-  for (int n = W; n > 1; n /= 2)
-    for (int i = 0; i < n / 2; i++) x[i] = interleave_low(x[i], x[i + n / 2]) + interleave_high(x[i], x[i + n / 2]);
-  return x[0];
-}
-
 inline float sum(vf x) {
   float s[W], total = 0;
   store(s, x);
@@ -104,6 +97,12 @@ inline vf exponential(vf x) {
   p = p * r + 1.f;
   vf value = p * (vf)(((vi)t - 0x4B400000 + 127) << 23);  // casts between vectors keep the bits
   return x < splat(-87.3f) ? vf{} : value;
+}
+
+// x times its logistic function, of whose two forms the one is taken that cannot overflow.
+inline vf silu(vf x) {
+  const vf e = exponential(x < 0.f ? x : -x);
+  return x * ((x < 0.f ? e : splat(1.f)) / (e + 1.f));
 }
 
 inline float bf16_to_float(uint16_t x) {

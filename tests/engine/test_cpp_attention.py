@@ -12,7 +12,7 @@ import torch
 from engine.attention.backend import AttentionBackend, KvPool, LayerOptions, LayerShape, SequenceSlice
 from engine.attention.cpp_cpu import CppCpuAttention
 from engine.attention.reference import ReferenceAttention
-from engine.attention.tasks import AttentionTasks
+from engine.attention.tasks import GROUP_KEYS, AttentionTasks
 from engine.attention.torch_cpu import TorchCpuAttention
 from engine.errors import KernelError
 from engine.native.library import Kernels
@@ -86,8 +86,10 @@ def test_a_shared_prefix_is_read_once() -> None:
     slices = family()
     whole = sum(piece.start + 1 for piece in slices)
     tasks = AttentionTasks(slices, BLOCK, HEADS // 2, None)
-    # The prefix of 20 blocks serves four decodes, the 5 blocks behind it two of them.
-    assert keys_read(tasks) == whole - 3 * 20 * BLOCK - 5 * BLOCK
+    # Of the 20 blocks that four decodes begin with two whole groups of keys are read once, and of the 25 that two of
+    # them begin with the group behind these.
+    assert (20 * BLOCK // GROUP_KEYS, 25 * BLOCK // GROUP_KEYS) == (2, 3)
+    assert keys_read(tasks) == whole - 3 * 2 * GROUP_KEYS - GROUP_KEYS
     assert keys_read(AttentionTasks(slices, BLOCK, HEADS // 2, window=10_000)) == whole
 
 
