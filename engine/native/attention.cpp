@@ -358,7 +358,7 @@ void attend(const headstart_attention& a) {
   const int jobs = a.task_count * a.kv_heads;
   const auto job = [&](int i) { return Job{a.tasks + i / a.kv_heads, i % a.kv_heads}; };
   // Job i of a thread is followed by job i + threads, whose first keys are fetched meanwhile.
-#pragma omp for schedule(static, 1) nowait
+#pragma omp for schedule(dynamic) nowait
   for (int i = 0; i < jobs; i++) {
     const bool more = i + threads < jobs;
     const Job next = more ? job(i + threads) : Job{};

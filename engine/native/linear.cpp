@@ -114,14 +114,14 @@ inline void add_bias(const headstart_matrix& weight, int column, int columns, fl
 void multiply(const float* x, int64_t stride, int m, const headstart_matrix& weight, float* out, int64_t out_stride,
               Then then) {
   const Cut cut(m, weight.n);
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(dynamic) nowait
   for (int i = 0; i < cut.parts(); i++) {
     const Part part = cut.part(i);
     if (part.rows <= 0) continue;
     float* result = scratch.at_least(size_t(kMostRows) * kPanel);
     const float* panel = panel_of(weight, part.panel);
     multiply_panel(x + part.row * stride, stride, part.rows, panel, weight.k, result,
-                   panel + int64_t(kPanel) * weight.k);
+                   panel + int64_t(threads) * kPanel * weight.k);
     const int column = part.panel * kPanel, columns = weight.n - column < kPanel ? weight.n - column : kPanel;
     for (int r = 0; r < part.rows; r++) {
       float* from = result + r * kPanel;
@@ -139,7 +139,7 @@ void multiply(const float* x, int64_t stride, int m, const headstart_matrix& wei
 void multiply_gated(const float* x, int64_t stride, int m, const headstart_matrix& gate, const headstart_matrix& up,
                     float* out, int64_t out_stride) {
   const Cut cut(m, gate.n);
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(dynamic) nowait
   for (int i = 0; i < cut.parts(); i++) {
     const Part part = cut.part(i);
     if (part.rows <= 0) continue;
@@ -149,7 +149,7 @@ void multiply_gated(const float* x, int64_t stride, int m, const headstart_matri
     const float* gate_panel = panel_of(gate, part.panel);
     const float* up_panel = panel_of(up, part.panel);
     multiply_panel(start, stride, part.rows, gate_panel, gate.k, gates, up_panel);
-    multiply_panel(start, stride, part.rows, up_panel, up.k, ups, gate_panel + int64_t(kPanel) * gate.k);
+    multiply_panel(start, stride, part.rows, up_panel, up.k, ups, gate_panel + int64_t(threads) * kPanel * gate.k);
     const int column = part.panel * kPanel, columns = gate.n - column < kPanel ? gate.n - column : kPanel;
     for (int r = 0; r < part.rows; r++) {
       float* g = gates + r * kPanel;
