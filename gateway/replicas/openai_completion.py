@@ -5,6 +5,7 @@ Field names are OpenAI's and, where OpenAI has none, vLLM's, which SGLang and ll
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from typing import Any, Final
 
@@ -127,8 +128,10 @@ class _Event(msgspec.Struct, frozen=True):
     error: _Error | None = None
 
 
-class _ErrorBody(msgspec.Struct, frozen=True):
-    error: _Error
+class _ErrorBody(_Error, frozen=True):
+    """OpenAI wraps the error in an object, SGLang does not."""
+
+    error: _Error | None = None
 
 
 _event_decoder: Final = msgspec.json.Decoder(_Event)
@@ -216,16 +219,16 @@ class AnswerReader:
                 finish_reason = None
         if not text and not logprobs and finish_reason is None:
             return None
-        token_ids = tuple([entry.token_id for entry in logprobs])
+        token_ids = tuple([entry.token_id for entry in logprobs]) if logprobs else ()
         return Output(0, text, token_ids, finish_reason, index=index, logprobs=logprobs)
 
 
 def refusal(status: int, body: bytes, retry_after: str | None) -> ReplicaRefusal:
     """A 4xx answer as the error that the caller gets: the server's own words, type, code and param."""
-    try:
-        error = _error_decoder.decode(body).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        error = _Error()
+    error = _Error()
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        told = _error_decoder.decode(body)
+        error = told.error or told
     return _refusal(status, error, int(retry_after) if retry_after is not None and retry_after.isdecimal() else None)
 
 

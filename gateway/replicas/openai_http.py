@@ -34,6 +34,12 @@ _BLOCK_SIZE: Final = 16
 _NOT_THE_CALLERS: Final = frozenset({401, 403, 404, 405, 407, 408})
 """4xx answers that are about how this gateway asks, and so for its operator to mend."""
 
+_UNCHECKED: Final = "it offers no /tokenize, so that its tokenizer could not be checked"
+_UNTOLD: Final = (
+    "it does not tell how many prompt tokens it had cached "
+    "(vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report)"
+)
+
 _log = structlog.get_logger("headstart.replica")
 
 
@@ -161,7 +167,7 @@ class OpenAIReplica:
             policy="",
             max_batch_tokens=served.max_model_len,
         )
-        self.degraded = () if served.proved else ("it offers no /tokenize, so that its tokenizer could not be checked",)
+        self.degraded = () if served.proved else (_UNCHECKED,)
         self._count_load()
         self._set_state(ReplicaState.READY, None)
         self._log.info(
@@ -260,9 +266,8 @@ class OpenAIReplica:
         return ReplicaLost(f"{self.id} was lost: {reason}.", produced=flight.produced)
 
     def _tell_of_missing_counts(self) -> None:
-        words = "it does not tell how many prompt tokens it had cached (vLLM: --enable-prompt-tokens-details)"
-        if words not in self.degraded:
-            self.degraded += (words,)
+        if _UNTOLD not in self.degraded:
+            self.degraded += (_UNTOLD,)
 
     def _take_off(self, flight: Flight) -> None:
         self._flights.add(flight)

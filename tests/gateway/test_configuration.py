@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import ApiKey, ClassConfig, Config, ServerConfig, TenantConfig
-from gateway.configuration import check_config, is_loopback, load_config
+from gateway.config import ApiKey, ClassConfig, Config, EngineConfig, ReplicaConfig, ServerConfig, TenantConfig
+from gateway.configuration import check_config, is_loopback, load_config, local_engines, remote_replicas
 from gateway.errors import ConfigError
 
 _DIGEST = hashlib.sha256(b"key").hexdigest()
@@ -129,3 +129,41 @@ def test_a_quota_is_for_a_tenant_that_there_is() -> None:
     check_config(Config(keys={_DIGEST: ApiKey("acme")}, tenants={"acme": quota}))
     with pytest.raises(ConfigError, match="There are: acme"):
         check_config(Config(keys={_DIGEST: ApiKey("acme")}, tenants={"default": quota}))
+
+
+def test_replicas_are_urls_or_tables_and_their_urls_have_one_form(tmp_path: Path) -> None:
+    path = _file(tmp_path, 'replicas = ["http://A.example:8001/v1/", "https://b.example/vllm/v1", "http://[::1]:9"]')
+    config = load_config(path)
+    urls = ["http://a.example:8001", "https://b.example/vllm", "http://[::1]:9"]
+    assert [replica.url for replica in remote_replicas(config)] == urls
+    path = _file(tmp_path, "[[replicas]]\nurl = 'http://a:1'\nmodel = 'm'\napi_key = 'k'\nidle_timeout_s = 5\n")
+    assert remote_replicas(load_config(path)) == [ReplicaConfig("http://a:1", "m", "k", 5.0)]
+    config = load_config(path, overrides={"replicas": ("http://b:2",)})
+    assert remote_replicas(config) == [ReplicaConfig("http://b:2")]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "localhost:8000", "ftp://a", "file:///etc/passwd", "http://", "http:///v1", "http://a:0", "http://a:70000",
+        "http://a b", "http://a/?x=1", "http://a/#x", "http://a\\b", "http://a:1:2", "unix:/tmp/x", "http://a\n.b",
+        "http://user:hunter2@a",
+    ],
+)  # fmt: skip
+def test_what_is_no_url_of_a_server_is_refused_without_repeating_a_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="replicas") as caught:
+        check_config(Config(replicas=(url,)))
+    assert "hunter2" not in caught.value.message
+
+
+def test_a_server_is_named_once() -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        check_config(Config(replicas=("http://a:1", ReplicaConfig("http://A:1/v1"))))
+
+
+def test_engines_run_unless_other_servers_answer() -> None:
+    assert local_engines(Config()) == 1
+    assert local_engines(Config(replicas=("http://a:1",))) == 0
+    assert local_engines(Config(engine=EngineConfig(engines=2), replicas=("http://a:1",))) == 2
+    with pytest.raises(ConfigError, match="nothing could answer"):
+        check_config(Config(engine=EngineConfig(engines=0)))

@@ -51,6 +51,15 @@ class Headstart:
             "HEADSTART_CACHE": str(folder / "cache"),
         }
 
+    def without(self, *packages: str) -> Headstart:
+        """The same on a machine where ``packages`` are not installed."""
+        folder = self._folder / "absent"
+        folder.mkdir()
+        for package in packages:
+            (folder / f"{package}.py").write_text(f"raise ModuleNotFoundError('no module named {package}')")
+        self._environment["PYTHONPATH"] = f"{folder}{os.pathsep}{self._environment['PYTHONPATH']}"
+        return self
+
     @contextmanager
     def start(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         """The running process with pipes for its output; killed at the end of the block if it still runs."""

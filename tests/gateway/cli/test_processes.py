@@ -54,8 +54,8 @@ def status(url: str) -> int:
             return error.code
 
 
-def chat(api: str) -> Any:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "What is cached?"}], "max_tokens": 4}
+def chat(api: str, model: str = "tiny") -> Any:
+    body = {"model": model, "messages": [{"role": "user", "content": "What is cached?"}], "max_tokens": 4}
     request = urllib.request.Request(
         f"{api}/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )

@@ -161,10 +161,11 @@ def test_log_probabilities_that_are_not_told_by_id_are_refused_by_name(told: Any
     ("body", "retry_after", "expected"),
     [
         (b'{"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}', "7", ("m", "t", "p", "c", 7)),
+        (b'{"object": "error", "message": "m", "type": "t", "code": 422}', None, ("m", "t", None, None, None)),
         (b'{"error": {"message": "m", "code": 422}}', "soon", ("m", "invalid_request_error", None, None, None)),
     ],
 )
-def test_a_refusal_keeps_the_servers_words(body: bytes, retry_after: str, expected: tuple[Any, ...]) -> None:
+def test_a_refusal_keeps_the_servers_words(body: bytes, retry_after: str | None, expected: tuple[Any, ...]) -> None:
     error = refusal(422, body, retry_after)
     assert (error.message, error.type, error.param, error.code, error.retry_after) == expected
     assert error.status == 422
