@@ -25,11 +25,13 @@ def test_the_example_names_every_setting() -> None:
     shown = tomllib.loads(text)
     config = msgspec.to_builtins(msgspec.convert(shown, Config))
     assert set(config) == set(shown)
-    for section in ("server", "engine", "redis", "canonical", "admin", "limits"):
+    for section in ("server", "engine", "redis", "canonical", "admin", "limits", "trace", "whatif"):
         assert set(shown[section]) == set(config[section]), section
     (template,) = shown["templates"].values()
     assert set(template) == {"system", "order", "hoist"}
     (tenant,) = shown["tenants"].values()
     assert set(tenant) == {"max_cached_blocks"}
+    (replica,) = shown["replicas"]
+    assert set(replica) == {"url", "model", "api_key", "idle_timeout_s"}
     (key,) = shown["keys"].values()
     assert set(key) == {"tenant", "class"}
