@@ -13,7 +13,7 @@ import contextlib
 import gzip
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -117,9 +117,9 @@ class TraceRecorder:
             _log.warning("requests were not recorded: the disk is too slow", requests=self._dropped)
             self._dropped = 0
 
-    async def _on_disk(self, work: object, *arguments: object) -> None:
+    async def _on_disk(self, work: Callable[..., None], *arguments: object) -> None:
         try:
-            await asyncio.to_thread(work, *arguments)  # type: ignore[arg-type]
+            await asyncio.to_thread(work, *arguments)
         except OSError as error:
             self.problem = f"traffic is not recorded: {self._folder}: {error.strerror or error}"
             self._lines = []
@@ -151,9 +151,13 @@ class TraceRecorder:
         current = self._folder / _CURRENT
         packed = self._folder / f"trace-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**9:09d}.jsonl.gz"
         partial = packed.with_suffix(".partial")
-        with current.open("rb") as plain, gzip.open(partial, "wb", compresslevel=3) as archive:
-            shutil.copyfileobj(plain, archive)
-        partial.rename(packed)
+        try:
+            with current.open("rb") as plain, gzip.open(partial, "wb", compresslevel=3) as archive:
+                shutil.copyfileobj(plain, archive)
+            partial.rename(packed)
+        except OSError:
+            partial.unlink(missing_ok=True)  # what it was made of is all there still
+            raise
         current.unlink()
         for old in sorted(self._folder.glob(_FULL))[: -self._files]:
             old.unlink()

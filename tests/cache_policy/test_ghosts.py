@@ -11,24 +11,10 @@ from hypothesis import strategies as st
 from cache_policy.ghosts import Ghost, GhostCaches
 from cache_policy.policy import POLICY_NAMES, UnknownPolicyError
 from cache_policy.replay import replay
-from cache_policy.traces import Trace
+
+from .test_replay import trace_of
 
 chains = st.lists(st.lists(st.integers(0, 2), min_size=0, max_size=6), min_size=1, max_size=40)
-
-
-def trace_of(requests):
-    """A trace of label paths, blocks of one token."""
-    numbers, parents, blocks = {}, [], []
-    for labels in requests:
-        ids = []
-        for end in range(1, len(labels) + 1):
-            path = tuple(labels[:end])
-            if path not in numbers:
-                numbers[path] = len(parents)
-                parents.append(numbers[path[:-1]] if end > 1 else -1)
-            ids.append(numbers[path])
-        blocks.append(tuple(ids))
-    return Trace("test", tuple(blocks), tuple(map(len, blocks)), tuple(parents), 1)
 
 
 def keys_of(trace):

@@ -75,6 +75,27 @@ def test_full_files_are_packed_and_the_oldest_deleted(tmp_path: Path) -> None:
     assert not [*tmp_path.glob("*.partial")]
 
 
+def test_a_disk_that_fills_up_while_a_file_is_packed_costs_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.shutil, "copyfileobj", full)
+
+    async def scenario() -> None:
+        recorder = TraceRecorder(TraceConfig(folder=str(tmp_path), max_file_mb=1))
+        await recorder.start()
+        for number in range(5000):
+            record(recorder, *range(number, number + 40))
+        await recorder.stop()
+        assert recorder.problem is not None
+
+    asyncio.run(scenario())
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
+    assert len(read_trace(tmp_path / "trace.jsonl").requests) == 5000
+
+
 def test_a_full_disk_stops_the_recorder_and_nothing_else(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
