@@ -8,17 +8,47 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cache_policy.keys import token_bytes
 from engine.core import EngineCore
-from engine.scripted import ScriptedRunner
-from engine.wire import EngineInfo, Load, Output, Sampling, StepReport, Submit
+from engine.wire import EngineInfo, Output, Sampling
+
+from .driven import DrivenEngine, ScriptedEngine
 
 if TYPE_CHECKING:
     from engine.native.library import Kernels
 
-ROOT = b"r" * 16
 VOCABULARY = 211
-MOST_STEPS = 20_000
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 52,  # no multiple of eight
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 200,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+"""The shape of the tiny models, as arguments of a configuration of transformers."""
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**(SMALL | {"head_dim": 16}))
+
+
+def _gemma2() -> Any:
+    from transformers import Gemma2Config
+
+    sizes = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9, "final_logit_softcapping": 5.0}
+    return Gemma2Config(**(SMALL | sizes))
+
+
+FORWARDS: dict[str, Callable[[], Any]] = {"lean": _llama, "modules": _gemma2}
+"""Configurations of one model for each forward: the lean one, and transformers' modules."""
 
 
 class NoText:
@@ -29,81 +59,6 @@ class NoText:
 
     def finish(self) -> str:
         return ""
-
-
-class Words:
-    """A detokenizer that writes each token as a word, and stops at words."""
-
-    def __init__(self, stop: tuple[str, ...]) -> None:
-        self.stop = stop
-
-    def push(self, token_id: int) -> tuple[str, bool]:
-        word = f"w{token_id} "
-        return ("", True) if word.strip() in self.stop else (word, False)
-
-    def finish(self) -> str:
-        return "."
-
-
-class DrivenEngine:
-    """Submits requests to a core, steps it, and keeps what each choice was told, by request and index."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self.core = core
-        self.outputs: dict[tuple[int, int], list[Output]] = {}
-        self._next_id = 0
-
-    @property
-    def load(self) -> Load:
-        return self.core.load()
-
-    def stats(self) -> dict[str, Any]:
-        return self.core.call("stats", {})
-
-    def submit(
-        self, prompt: Sequence[int], sampling: Sampling, *, n: int = 1, use_cache: bool = True, **options: int
-    ) -> int:
-        """Queue a request; return its id. ``options`` are of its class."""
-        id = self._next_id
-        self._next_id += 1
-        self.outputs |= {(id, index): [] for index in range(n)}
-        self.core.submit(Submit(id, token_bytes(list(prompt)), ROOT, sampling, use_cache, n, **options))
-        return id
-
-    def step(self) -> StepReport:
-        report = self.core.step()
-        assert report is not None
-        for output in report.outputs:
-            told = self.outputs[output.id, output.index]
-            assert not told or told[-1].finish_reason is None, "an output after the last one"
-            told.append(output)
-        return report
-
-    def run(self) -> None:
-        """Step until nothing is left to do; then nothing must be held either."""
-        for _ in range(MOST_STEPS):
-            if not self.core.has_work():
-                break
-            self.step()
-        self.core.call("check", {})
-        load = self.load
-        assert (load.running, load.waiting, load.used_blocks, load.queued_tokens) == (0, 0, 0, 0)
-
-    def whole(self, id: int, index: int = 0) -> Output:
-        """All outputs of one choice as one."""
-        parts = self.outputs[id, index]
-        assert parts[-1].finish_reason is not None
-        return Output(
-            id,
-            "".join(part.text for part in parts),
-            tuple(token for part in parts for token in part.token_ids),
-            parts[-1].finish_reason,
-            parts[0].cached_tokens,
-            error=parts[-1].error,
-            index=index,
-            logprobs=tuple(entry for part in parts for entry in part.logprobs),
-            prompt_logprobs=parts[0].prompt_logprobs,
-        )
 
 
 class ModelEngine(DrivenEngine):
@@ -180,64 +135,6 @@ class ModelEngine(DrivenEngine):
     def forget(self) -> None:
         """Make the cache cold."""
         self.core.call("reset_cache", {})
-
-
-class ScriptedEngine(DrivenEngine):
-    """An engine on a scripted runner; its invariants are checked after every step."""
-
-    def __init__(
-        self,
-        *,
-        num_blocks: int = 64,
-        block_size: int = 16,
-        max_batch_tokens: int = 256,
-        max_running: int = 32,
-        vocab_size: int = 1000,
-        eos: tuple[int, ...] = (),
-        runner: type[ScriptedRunner] = ScriptedRunner,
-    ) -> None:
-        info = EngineInfo(
-            model="scripted",
-            root="",
-            fingerprint="f",
-            boot_id="b",
-            max_model_len=num_blocks * block_size,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype="none",
-            device="none",
-            vocab_size=vocab_size,
-            eos_token_ids=eos,
-            policy="lru",
-            max_batch_tokens=max_batch_tokens,
-        )
-        self.runner = runner(num_blocks, block_size, vocab_size=vocab_size, eos=eos)
-        super().__init__(EngineCore(self.runner, info, detokenizer=Words, max_running=max_running))
-
-    def queue(
-        self,
-        prompt: Sequence[int],
-        *,
-        n: int = 1,
-        use_cache: bool = True,
-        priority: int = 0,
-        class_limit: int = 0,
-        **sampling: Any,
-    ) -> int:
-        """Queue a request, by default greedy for 4 tokens; return its id."""
-        chosen = Sampling(**{"max_tokens": 4, "temperature": 0.0, **sampling})
-        return self.submit(prompt, chosen, n=n, use_cache=use_cache, priority=priority, class_limit=class_limit)
-
-    def ask(self, prompt: Sequence[int], **options: Any) -> Output:
-        """Queue a request, run until nothing is left to do, and return the whole of its first choice."""
-        id = self.queue(prompt, **options)
-        self.run()
-        return self.whole(id)
-
-    def step(self) -> StepReport:
-        report = super().step()
-        self.core.call("check", {})
-        return report
 
 
 @pytest.fixture

@@ -17,25 +17,23 @@ from engine.native.library import Kernels
 from engine.runner import ModelRunner
 from engine.wire import Sampling
 
+from .conftest import SMALL, VOCABULARY
+
 MakeModel = Callable[..., tuple[Any, Path]]
 
-VOCABULARY = 211
 BLOCK = 16
 LENGTH = 300  # more than two groups of keys
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+SHAPE = SMALL | {
     "hidden_size": 42,
     "intermediate_size": 212,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
-    "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
-    "initializer_range": 0.2,
 }
 CONFIGS = {
-    "llama": lambda: transformers.LlamaConfig(**SMALL),
-    "mistral-window": lambda: transformers.MistralConfig(**SMALL, sliding_window=150),
+    "llama": lambda: transformers.LlamaConfig(**SHAPE),
+    "mistral-window": lambda: transformers.MistralConfig(**SHAPE, sliding_window=150),
 }
 
 

@@ -64,10 +64,10 @@ def test_the_best_beams_come_out_whole_when_all_have_ended(scripted_engine: Any)
     every = search(engine, noise(1, 20), 4, max_tokens=9, logprobs=2)
     id = engine.queue(noise(1, 20), n=2, beam_width=4, max_tokens=9, logprobs=2, prompt_logprobs=1)
     for _ in range(9):
-        assert not engine.outputs[id, 0]
+        assert not engine.told[id, 0].parts
         engine.step()
     engine.run()
-    best = [engine.outputs[id, index] for index in range(2)]
+    best = [engine.told[id, index].parts for index in range(2)]
     assert [len(parts) for parts in best] == [1, 1]
     for (output,), expected in zip(best, every, strict=False):
         assert output.token_ids == expected.token_ids
@@ -181,9 +181,9 @@ def test_a_failing_step_ends_a_search_with_one_error(scripted_engine: Any) -> No
     engine = scripted_engine(max_batch_tokens=32, runner=Failing)
     id = engine.queue(noise(1, 60), n=3, beam_width=4, max_tokens=20)
     engine.run()
-    (error,) = engine.outputs[id, 0]
+    (error,) = engine.told[id, 0].parts
     assert error.error is not None
-    assert not engine.outputs[id, 1]
+    assert not engine.told[id, 1].parts
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,28 +13,13 @@ import transformers
 from engine.models.catalog import DEFAULT_MODEL, ensure_model
 from engine.wire import Output, Sampling
 
+from .conftest import FORWARDS, VOCABULARY
+from .driven import noise
+
 MakeModel = Callable[..., tuple[Any, Path]]
 MakeEngine = Callable[..., Any]
 
 TOKENS = 12
-SMALL: dict[str, Any] = {
-    "vocab_size": 211,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 160,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-CONFIGS = {
-    "lean": lambda: transformers.LlamaConfig(**SMALL),
-    "modules": lambda: transformers.Gemma2Config(**SMALL, query_pre_attn_scalar=16, sliding_window=9),
-}
 SEARCHES: list[dict[str, Any]] = [
     {"beam_width": 1},
     {"beam_width": 2, "early_stopping": True},
@@ -45,14 +29,7 @@ SEARCHES: list[dict[str, Any]] = [
     {"beam_width": 4, "min_tokens": 6},
     {"beam_width": 6, "ignore_eos": True},
 ]
-
-
-def noise(seed: int, count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 211) for _ in range(count)]
-
-
-PROMPTS = [noise(1, 1), noise(2, 22), noise(2, 17) + noise(3, 14)]
+PROMPTS = [noise(1, 1, VOCABULARY), noise(2, 22, VOCABULARY), noise(2, 17, VOCABULARY) + noise(3, 14, VOCABULARY)]
 
 
 def by_transformers(model: Any, prompt: list[int], search: Sampling) -> list[tuple[list[int], float]]:
@@ -107,9 +84,10 @@ def check(found: list[Output], expected: list[tuple[list[int], float]], sampling
 def test_beams_are_those_of_transformers(
     family: str, chosen: dict[str, Any], tiny_model: MakeModel, model_engine: MakeEngine
 ) -> None:
-    model, folder = tiny_model(CONFIGS[family]())
+    model, folder = tiny_model(FORWARDS[family]())
     # Tokens that come up in searches, so that some beams end early.
-    eos = sorted({*noise(5, 6), *by_transformers(model, PROMPTS[1], Sampling(TOKENS, beam_width=4))[0][0][4:6]})
+    best, _ = by_transformers(model, PROMPTS[1], Sampling(TOKENS, beam_width=4))[0]
+    eos = sorted({*noise(5, 6, VOCABULARY), *best[4:6]})
     model.generation_config.eos_token_id = eos
     model.generation_config.save_pretrained(folder)
     sampling = Sampling(TOKENS, logprobs=0, **chosen)
@@ -148,7 +126,7 @@ def with_penalties(model: Any, prompt: list[int], sampling: Sampling) -> list[li
 
 
 def test_penalties_count_the_tokens_of_each_beam(tiny_model: MakeModel, model_engine: MakeEngine) -> None:
-    model, folder = tiny_model(CONFIGS["lean"]())
+    model, folder = tiny_model(FORWARDS["lean"]())
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": -0.4}
     sampling = Sampling(TOKENS, beam_width=4, ignore_eos=True, **penalties)
     expected = [with_penalties(model, prompt, sampling) for prompt in PROMPTS]

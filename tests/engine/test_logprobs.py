@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from engine.admission import MAX_PROMPT_LOGPROBS
 from engine.models.catalog import DEFAULT_MODEL, ensure_model
 from engine.scheduler import MAX_SCORED
 from engine.wire import Output, Sampling, TokenLogprobs
 
-
-def noise(seed: int, count: int, below: int = 1000) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(below) for _ in range(count)]
-
-
-def tok(first: int, count: int) -> list[int]:
-    return [(first + i) % 1000 for i in range(count)]
+from .conftest import FORWARDS
+from .driven import noise, tok
 
 
 def check_entry(entry: TokenLogprobs, token_id: int, count: int) -> None:
@@ -140,7 +132,7 @@ def test_no_step_scores_more_prompt_tokens_than_it_may(scripted_engine: Any, mon
     ids = [engine.queue(noise(seed, 170), prompt_logprobs=1) for seed in range(4)]
     plain = engine.queue(noise(9, 200))
     engine.step()
-    assert engine.outputs[plain, 0], "others are not held up"
+    assert engine.told[plain, 0].parts, "others are not held up"
     engine.run()
     assert max(scored) == MAX_SCORED
     assert sum(scored) == 4 * 169
@@ -215,25 +207,6 @@ def test_more_prompt_logprobs_than_fit_a_message_are_refused(scripted_engine: An
 
 # --- real models -----------------------------------------------------------------------------------------
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 211,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 200,
-    "initializer_range": 0.2,
-    "eos_token_id": 2,
-}
-CONFIGS = {
-    "lean": lambda: transformers.LlamaConfig(**SMALL),
-    "modules": lambda: transformers.Gemma2Config(
-        **SMALL, query_pre_attn_scalar=16, sliding_window=9, final_logit_softcapping=5.0
-    ),
-}
-
 
 def check_model(told: tuple[TokenLogprobs, ...], expected: torch.Tensor, token_ids: list[int], count: int) -> None:
     """Entries against rows of log-probabilities by transformers."""
@@ -248,11 +221,11 @@ def check_model(told: tuple[TokenLogprobs, ...], expected: torch.Tensor, token_i
             assert logprob == pytest.approx(float(row[place]), abs=1e-4)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FORWARDS)
 def test_f1_logprobs_are_those_of_the_model_whatever_is_cached_or_cut(
     family: str, tiny_model: Callable[..., tuple[Any, Path]], model_engine: Callable[..., Any]
 ) -> None:
-    model, folder = tiny_model(CONFIGS[family]())
+    model, folder = tiny_model(FORWARDS[family]())
     prompts = [noise(1, 1, 211), noise(2, 24, 211), noise(2, 16, 211) + noise(3, 9, 211), noise(4, 14, 211)]
     for options in ({"max_batch_tokens": 64}, {"max_batch_tokens": 7}, {"num_blocks": 24, "max_batch_tokens": 9}):
         engine = model_engine(folder, **options)

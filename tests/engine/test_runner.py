@@ -29,27 +29,14 @@ from engine.models.loading import (
 from engine.runner import ModelRunner
 from engine.wire import Sampling
 
-VOCABULARY = 211
+from .conftest import SMALL, VOCABULARY
+
 TOKENS = 14
 GREEDY = Sampling(TOKENS, temperature=0.0, ignore_eos=True)
 
 MakeModel = Callable[..., tuple[Any, Path]]
 MakeEngine = Callable[..., Any]
 
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 160,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
 WIDE = SMALL | {"head_dim": 16}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
