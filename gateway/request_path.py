@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from cache_policy.keys import Namespace, derive_root
 from gateway.canonical.pipeline import Canonicalizer, CanonicalPrompt
-from gateway.canonical.templates import UNREGISTERED, TemplateRegistry
+from gateway.canonical.registry import TemplateRegistry
+from gateway.canonical.templates import UNREGISTERED
 from gateway.config import CanonicalConfig, TemplateConfig
 from gateway.errors import InvalidRequestError, ModelNotFoundError
 from gateway.plan import Caller, Change, Plan
@@ -30,6 +31,7 @@ class RequestPath:
     """Composes the stages; keeps nothing but memories of pure functions. Belongs to the event loop.
 
     ``model`` is the served name that bodies must give, ``secret`` the deployment secret behind the block keys.
+    ``templates`` are those of the configuration; more are published to the attribute of the same name.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class RequestPath:
         self._model: Final = model
         self._renderer: Final = renderer
         self._router: Final = router
-        self._canonicalizer: Final = Canonicalizer(canonical, TemplateRegistry(templates, normalize=canonical.text))
+        self.templates: Final = TemplateRegistry(templates, normalize=canonical.text)
+        self._canonicalizer: Final = Canonicalizer(canonical, self.templates)
         self._derive_root: Final = lru_cache(maxsize=4096)(lambda namespace: derive_root(secret, namespace))
 
     def plan_chat(self, body: ChatRequest, caller: Caller) -> Plan:

@@ -13,7 +13,8 @@ import msgspec
 from gateway.canonical.documents import Document, read_documents
 from gateway.canonical.layout import Layout
 from gateway.canonical.messages import Message, last_user_message, read_messages
-from gateway.canonical.templates import UNREGISTERED, FilledTemplate, TemplateRegistry
+from gateway.canonical.registry import TemplateRegistry
+from gateway.canonical.templates import UNREGISTERED, FilledTemplate
 from gateway.canonical.text import normalize_system_messages, normalize_text
 from gateway.canonical.tools import canonical_tools
 from gateway.canonical.volatile import hoist
@@ -44,7 +45,10 @@ class _System(msgspec.Struct, frozen=True):
 
 
 class Canonicalizer:
-    """The stages with the configuration's defaults and templates. Immutable; the same body gives the same result."""
+    """The stages with the configuration's defaults and the registered templates.
+
+    Holds no state of its own: as long as the same templates are registered, the same body gives the same result.
+    """
 
     def __init__(self, defaults: CanonicalConfig, templates: TemplateRegistry) -> None:
         self._defaults: Final = defaults
@@ -63,7 +67,7 @@ class Canonicalizer:
         target = last_user_message(system.messages)
         if documents and target is None:
             raise InvalidRequestError("documents need a message with role 'user', the question.", param="documents")
-        hoist_mode = options.hoist or (template and template.hoist) or self._defaults.hoist
+        hoist_mode = options.hoist or (template and template.config.hoist) or self._defaults.hoist
         messages, metadata, hoist_changes = _hoist(system, hoist_mode, target)
         tools, tool_changes = canonical_tools(body.tools or ()) if self._defaults.text else (body.tools or [], ())
         layout = Layout(
@@ -76,7 +80,7 @@ class Canonicalizer:
         return CanonicalPrompt(
             layout=layout,
             template=template.name if template else UNREGISTERED,
-            order=options.order or (template and template.order) or self._defaults.order,
+            order=options.order or (template and template.config.order) or self._defaults.order,
             changes=(*system.changes, *tool_changes, *hoist_changes, *document_changes, *_layout_changes(layout)),
             note=None if documents or metadata is not None else _idle_note(system.filled, hoist_mode, target),
         )

@@ -1,4 +1,4 @@
-"""Registered system templates: filling them in, and recognising the texts that were made from them.
+"""System templates: filling them in, and recognising the texts that were made from them.
 
 A template is literal text with ``{field}`` where values differ from request to request. Recognition walks the literal
 parts from left to right with ``str.find``, so its cost is linear in the text whatever the text is.
@@ -7,16 +7,16 @@ parts from left to right with ``str.find``, so its cost is linear in the text wh
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
 from gateway.canonical.text import normalize_text
-from gateway.config import HoistMode, OrderMode, TemplateConfig
-from gateway.errors import ConfigError, InvalidRequestError
+from gateway.config import TemplateConfig
+from gateway.errors import ConfigError
 
-__all__ = ["MAX_VALUE_CHARS", "UNREGISTERED", "FilledTemplate", "Template", "TemplateRegistry"]
+__all__ = ["MAX_VALUE_CHARS", "UNREGISTERED", "FilledTemplate", "Template", "is_value"]
 
 MAX_VALUE_CHARS: Final = 1024
 """Longest value of a field. Values are one line, so that they fit the metadata line."""
@@ -32,18 +32,19 @@ class Template(msgspec.Struct, frozen=True):
     """One compiled template: ``literals[0] slots[0] literals[1] slots[1] … literals[-1]``.
 
     ``slots`` names a field per gap, so a field used twice stands there twice; ``fields`` are the names in the order
-    in which they first appear. ``order`` and ``hoist`` override the configuration's defaults when set.
+    in which they first appear. ``config`` says what else is wanted of its requests. Versions of one name count from 1;
+    a template of the configuration has version 0, it changes only with a restart.
     """
 
     name: str
     literals: tuple[str, ...]
     slots: tuple[str, ...]
     fields: tuple[str, ...]
-    order: OrderMode | None = None
-    hoist: HoistMode | None = None
+    config: TemplateConfig
+    version: int = 0
 
     @classmethod
-    def compile(cls, name: str, config: TemplateConfig, *, normalize: bool) -> Template:
+    def compile(cls, name: str, config: TemplateConfig, *, normalize: bool, version: int = 0) -> Template:
         """Parse the text of ``[templates.NAME]``, normalized first when request texts are (see ``text``).
 
         Raises:
@@ -79,7 +80,7 @@ class Template(msgspec.Struct, frozen=True):
         literals.append(literal + source[end:])
         if not any(literals):
             raise ConfigError(f"templates.{name}.system has no text of its own.")
-        return cls(name, tuple(literals), tuple(slots), tuple(dict.fromkeys(slots)), config.order, config.hoist)
+        return cls(name, tuple(literals), tuple(slots), tuple(dict.fromkeys(slots)), config, version)
 
     @property
     def literal_chars(self) -> int:
@@ -114,7 +115,7 @@ class Template(msgspec.Struct, frozen=True):
             if stop < 0:
                 return None
             value = text[start:stop]
-            if not _is_value(value) or values.setdefault(slot, value) != value:
+            if not is_value(value) or values.setdefault(slot, value) != value:
                 return None
             start = stop + len(self.literals[index])
         return values
@@ -132,69 +133,6 @@ class FilledTemplate(msgspec.Struct, frozen=True):
         return self.template.fill(self.values)
 
 
-class TemplateRegistry:
-    """The templates of the configuration. Immutable."""
-
-    def __init__(self, templates: Mapping[str, TemplateConfig], *, normalize: bool) -> None:
-        """Compile all of them; raises ``ConfigError`` on the first that cannot be."""
-        if UNREGISTERED in templates:
-            raise ConfigError(f"templates.{UNREGISTERED}: this name stands for requests without a template.")
-        compiled = [Template.compile(name, config, normalize=normalize) for name, config in templates.items()]
-        self._by_name: Final = {template.name: template for template in compiled}
-        self._most_specific_first: Final[Sequence[Template]] = sorted(
-            compiled, key=lambda template: (-template.literal_chars, template.name)
-        )
-
-    def fill(self, name: str, values: Mapping[str, str]) -> FilledTemplate:
-        """The template called ``name`` with ``values`` from the body's ``headstart`` object.
-
-        Raises:
-            InvalidRequestError: no such template, or ``values`` are not exactly its fields.
-        """
-        template = self.named(name)
-        _check_values(template, values)
-        return FilledTemplate(template, {field: values[field] for field in template.fields})
-
-    def named(self, name: str) -> Template:
-        """The template called ``name``. Raises ``InvalidRequestError`` when there is none."""
-        template = self._by_name.get(name)
-        if template is None:
-            known = ", ".join(sorted(self._by_name)) or "none is registered"
-            raise InvalidRequestError(
-                f"headstart.template: there is no template {name[:64]!r} ({known}).", param="headstart.template"
-            )
-        return template
-
-    def recognize(self, text: str) -> FilledTemplate | None:
-        """Which template ``text`` was made from; of several the one with most text of its own."""
-        for template in self._most_specific_first:
-            values = template.match(text)
-            if values is not None:
-                return FilledTemplate(template, values)
-        return None
-
-
-def _check_values(template: Template, values: Mapping[str, str]) -> None:
-    """Raise ``InvalidRequestError`` unless ``values`` are exactly the fields of ``template``, one line each."""
-    for field in template.fields:
-        if field not in values:
-            raise InvalidRequestError(
-                f"headstart.fields.{field} is missing: template {template.name!r} declares it.",
-                param=f"headstart.fields.{field}",
-            )
-    for field, value in values.items():
-        if field not in template.fields:
-            declared = ", ".join(template.fields) or "no field"
-            raise InvalidRequestError(
-                f"headstart.fields.{field[:64]} is not declared by template {template.name!r}, which has {declared}.",
-                param=f"headstart.fields.{field[:64]}",
-            )
-        if not _is_value(value):
-            raise InvalidRequestError(
-                f"headstart.fields.{field} must be one line of at most {MAX_VALUE_CHARS} characters.",
-                param=f"headstart.fields.{field}",
-            )
-
-
-def _is_value(value: str) -> bool:
+def is_value(value: str) -> bool:
+    """Whether a field may have this value: one line, not too long."""
     return len(value) <= MAX_VALUE_CHARS and (not value or value.splitlines() == [value])

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.canonical.pipeline import Canonicalizer, CanonicalPrompt
-from gateway.canonical.templates import UNREGISTERED, TemplateRegistry
+from gateway.canonical.registry import TemplateRegistry
+from gateway.canonical.templates import UNREGISTERED
 from gateway.config import CanonicalConfig, TemplateConfig
 from gateway.errors import InvalidRequestError
 from gateway.schema import ChatMessage, ChatRequest
@@ -192,7 +193,7 @@ def test_l7_canonicalizing_gives_the_same_bytes_in_every_process() -> None:
 import json, sys
 import msgspec
 from gateway.canonical.pipeline import Canonicalizer
-from gateway.canonical.templates import TemplateRegistry
+from gateway.canonical.registry import TemplateRegistry
 from gateway.config import CanonicalConfig, TemplateConfig
 from gateway.schema import ChatRequest
 given = json.load(sys.stdin)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.canonical.templates import MAX_VALUE_CHARS, UNREGISTERED, Template, TemplateRegistry
+from gateway.canonical.registry import TemplateRegistry
+from gateway.canonical.templates import MAX_VALUE_CHARS, UNREGISTERED, Template
 from gateway.config import TemplateConfig
 from gateway.errors import ConfigError, InvalidRequestError
 
