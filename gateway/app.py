@@ -9,7 +9,7 @@ from litestar import Litestar, Router
 from litestar.datastructures import State
 from litestar.di import Provide
 
-from gateway.api.access import for_operator, for_tenants
+from gateway.api.access import for_operator, for_tenants, for_tenants_and_operator
 from gateway.api.errors import EXCEPTION_HANDLERS
 from gateway.api.eviction import set_policy, show_policy, show_whatif
 from gateway.api.exchange import name_response
@@ -18,6 +18,7 @@ from gateway.api.models import detokenize, list_models, show_model, tokenize
 from gateway.api.openai import generation_routes
 from gateway.api.operations import list_replicas, reset_cache
 from gateway.api.statistics import admin_stats, prometheus
+from gateway.api.templates import create_template, delete_template, list_templates, show_template
 from gateway.dashboard import routes as dashboard
 from gateway.dashboard.feed import Feed
 from gateway.service import Gateway
@@ -49,6 +50,7 @@ def create_app(gateway: Gateway) -> Litestar:
         return feed
 
     tenants = Router("/", route_handlers=[list_models, show_model, tokenize, detokenize], guards=[for_tenants])
+    readers = Router("/", route_handlers=[list_templates, show_template], guards=[for_tenants_and_operator])
     operator = Router(
         "/",
         route_handlers=[
@@ -59,6 +61,8 @@ def create_app(gateway: Gateway) -> Litestar:
             show_policy,
             set_policy,
             show_whatif,
+            create_template,
+            delete_template,
             dashboard.events,
         ],
         guards=[for_operator],
@@ -68,7 +72,7 @@ def create_app(gateway: Gateway) -> Litestar:
         # The generation routes authenticate, and name their answers, by themselves.
         route_handlers=[
             *generation_routes(gateway),
-            Router("/", route_handlers=[tenants, operator, *public], middleware=[name_response]),
+            Router("/", route_handlers=[tenants, readers, operator, *public], middleware=[name_response]),
         ],
         dependencies={
             "gateway": Provide(provide_gateway, sync_to_thread=False),

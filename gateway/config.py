@@ -190,6 +190,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything ``headstart.toml`` can say. ``keys`` maps the SHA-256 (hex) of an API key to its owner.
 
+    ``templates_file`` keeps the templates that are written through the API (default: they last as long as the gateway).
     ``secret`` is the deployment secret under which block keys are derived; gateways that share statistics must
     share it. An entry of ``replicas`` may be the URL alone.
     """
@@ -200,6 +201,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     redis: RedisConfig = RedisConfig()
     canonical: CanonicalConfig = CanonicalConfig()
     templates: dict[str, TemplateConfig] = {}
+    templates_file: str | None = None
     classes: dict[str, ClassConfig] = {}
     tenants: dict[str, TenantConfig] = {}
     keys: dict[str, ApiKey] = {}

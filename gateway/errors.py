@@ -9,6 +9,7 @@ __all__ = [
     "AuthenticationError",
     "BodyTimeoutError",
     "ConfigError",
+    "ConflictError",
     "ContextLengthError",
     "GenerationError",
     "HeadstartError",
@@ -23,6 +24,7 @@ __all__ = [
     "ReplicaRefusal",
     "ReplicaUnavailable",
     "RequestTimeoutError",
+    "TemplateNotFoundError",
 ]
 
 
@@ -101,6 +103,22 @@ class ModelNotFoundError(HeadstartError):
     status = 404
     type = "invalid_request_error"
     code = "model_not_found"
+
+
+class TemplateNotFoundError(HeadstartError):
+    """No template of this name or version is registered."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "template_not_found"
+
+
+class ConflictError(HeadstartError):
+    """What is there already forbids the change."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
 
 
 class MethodNotAllowedError(HeadstartError):

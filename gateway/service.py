@@ -30,6 +30,7 @@ from gateway.routing.router import Router
 from gateway.stats.recorder import TraceRecorder
 from gateway.stats.statistics import Statistics
 from gateway.stats.whatif import WhatIf
+from gateway.template_store import TemplateStore
 
 __all__ = ["Gateway", "configured_gateway"]
 
@@ -71,6 +72,8 @@ class Gateway:
             renderer=self.renderer,
             router=self.router,
         )
+        file = None if config.templates_file is None else Path(config.templates_file).expanduser()
+        self.templates: Final = TemplateStore(file, self.path.templates)
         self.dispatcher: Final = Dispatcher(
             self.replicas,
             self.router,

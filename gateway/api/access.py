@@ -13,7 +13,7 @@ from litestar.handlers import BaseRouteHandler
 from gateway.identity import Peer
 from gateway.service import Gateway
 
-__all__ = ["for_operator", "for_tenants"]
+__all__ = ["for_operator", "for_tenants", "for_tenants_and_operator", "is_operator"]
 
 _Connection = ASGIConnection[Any, Any, Any, Any]
 
@@ -26,6 +26,17 @@ def for_tenants(connection: _Connection, _: BaseRouteHandler) -> None:
 def for_operator(connection: _Connection, _: BaseRouteHandler) -> None:
     """Raises ``AuthenticationError`` or ``PermissionDeniedError`` unless the caller is the operator."""
     _gateway(connection).authenticator.check_operator(_peer(connection))
+
+
+def for_tenants_and_operator(connection: _Connection, handler: BaseRouteHandler) -> None:
+    """Raises ``AuthenticationError`` unless one of the two other guards lets the caller pass."""
+    if not is_operator(connection):
+        for_tenants(connection, handler)
+
+
+def is_operator(connection: _Connection) -> bool:
+    """Whether the caller is the operator, on routes that others may call too."""
+    return _gateway(connection).authenticator.is_operator(_peer(connection))
 
 
 def _gateway(connection: _Connection) -> Gateway:

@@ -38,6 +38,12 @@ OPERATOR = [
     ("GET", "/metrics"),
     ("GET", "/dashboard/events"),
 ]
+TEMPLATES = [  # who may do what with them is told in test_templates.py
+    ("GET", "/v1/templates"),
+    ("GET", "/v1/templates/x"),
+    ("POST", "/v1/templates"),
+    ("DELETE", "/v1/templates/x"),
+]
 TENANTS = [
     ("POST", "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
     ("POST", "/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 2}),
@@ -74,7 +80,7 @@ def test_every_route_but_the_public_ones_refuses_a_stranger(bench: Bench) -> Non
             for method in methods:
                 assert await _status(service, method, path) == 401, (method, path)
                 checked.add((method, route.path))
-        assert len(checked) == len(OPERATOR) + len(TENANTS)
+        assert len(checked) == len(OPERATOR) + len(TENANTS) + len(TEMPLATES)
 
     bench.run(scenario, KEYED)
 
