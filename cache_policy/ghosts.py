@@ -13,7 +13,7 @@ that has ever been seen, which is kept apart for all blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final
 
 import msgspec
@@ -57,6 +57,11 @@ class GhostCache:
         self._parents: dict[int, int | None] = {}  # of what is resident
         # How many resident children each has, one more for the last block that is in use.
         self._children: dict[int, int] = {}
+
+    @property
+    def resident(self) -> Set[int]:
+        """The blocks that are cached now: a view that follows every request."""
+        return self._children.keys()
 
     def request(self, blocks: Sequence[int]) -> int:
         """Ask for a chain of blocks, each known by a number of its own; return how many of the first were resident."""

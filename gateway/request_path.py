@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, Protocol
+
+import msgspec
 
 from cache_policy.keys import Namespace, derive_root
 from gateway.canonical.pipeline import Canonicalizer, CanonicalPrompt
@@ -18,13 +20,29 @@ from gateway.config import CanonicalConfig, TemplateConfig
 from gateway.errors import InvalidRequestError, ModelNotFoundError
 from gateway.plan import Caller, Change, Plan
 from gateway.prompt import PromptRenderer
-from gateway.routing.placement import Placement, encode_text, place_chat, place_tokens, refuse_too_long
-from gateway.routing.router import Candidate, Router
+from gateway.routing.placement import Placement, cheapest, encode_text, place_tokens, refuse_too_long, weigh_chat
+from gateway.routing.router import Candidate
 from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 
-__all__ = ["RequestPath", "single_prompt"]
+__all__ = ["Fleet", "RequestPath", "WeighedChat", "single_prompt"]
 
 _PASSED_ON: Final = "text completions are passed on as they are"
+
+
+class Fleet(Protocol):
+    """The replicas that may take a request: the live ones (``gateway.routing.router``), or simulated caches."""
+
+    def candidates(self) -> list[Candidate]:
+        """Those that may take one now, at least one. Raises ``ReplicaUnavailable`` when there is none."""
+        ...
+
+
+class WeighedChat(msgspec.Struct, frozen=True):
+    """A chat request at every candidate, and the one that was chosen."""
+
+    canonical: CanonicalPrompt
+    placements: tuple[Placement, ...]
+    chosen: Placement
 
 
 class RequestPath:
@@ -42,7 +60,7 @@ class RequestPath:
         canonical: CanonicalConfig,
         templates: Mapping[str, TemplateConfig],
         renderer: PromptRenderer,
-        router: Router,
+        router: Fleet,
     ) -> None:
         """Compile the templates. Raises ``ConfigError`` when one is malformed."""
         self._model: Final = model
@@ -61,27 +79,35 @@ class RequestPath:
             ReplicaUnavailable: no replica is ready.
         """
         self.check_model(body.model)
-        use_cache = _uses_cache(body)
-        with _nesting_refused():
-            canonical = self._canonicalizer.canonicalize(body)
-            placement = place_chat(
-                canonical.layout,
-                canonical.order,
-                self._router.candidates(),
-                self._root_of(body, caller),
-                self._renderer,
-                use_cache=use_cache,
-            )
+        weighed = self.weigh_chat(body, caller)
+        canonical, placement = weighed.canonical, weighed.chosen
         documents = canonical.layout.documents
         return _plan(
             placement,
             caller,
-            use_cache=use_cache,
+            use_cache=_uses_cache(body),
             template=canonical.template,
             document_ids=tuple(documents[index].id for index in placement.order),
             changes=(*canonical.changes, *_order_changes(canonical, placement)),
             note=canonical.note,
         )
+
+    def weigh_chat(self, body: ChatRequest, caller: Caller) -> WeighedChat:
+        """All that ``plan_chat`` weighs before it decides, whatever model the body names.
+
+        Raises ``InvalidRequestError`` and ``ReplicaUnavailable`` as ``plan_chat`` does.
+        """
+        with _nesting_refused():
+            canonical = self._canonicalizer.canonicalize(body)
+            placements = weigh_chat(
+                canonical.layout,
+                canonical.order,
+                self._router.candidates(),
+                self._root_of(body, caller),
+                self._renderer,
+                use_cache=_uses_cache(body),
+            )
+        return WeighedChat(canonical, tuple(placements), cheapest(placements))
 
     def plan_completion(self, body: CompletionRequest, caller: Caller) -> Plan:
         """Decide where a text completion goes; its prompt is left as it is. Raises as ``plan_chat``."""

@@ -27,9 +27,13 @@ __all__ = ["CanonicalPrompt", "Canonicalizer"]
 
 
 class CanonicalPrompt(msgspec.Struct, frozen=True):
-    """What canonicalization made of a request. ``order`` is the one asked for, ``note`` as in ``gateway.plan.Plan``."""
+    """What canonicalization made of a request. ``order`` is the one asked for, ``note`` as in ``gateway.plan.Plan``.
+
+    ``filled`` is the template of the system message with this request's values, whether they were moved or not.
+    """
 
     layout: Layout
+    filled: FilledTemplate | None
     template: str
     order: OrderMode
     changes: tuple[Change, ...]
@@ -79,6 +83,7 @@ class Canonicalizer:
         )
         return CanonicalPrompt(
             layout=layout,
+            filled=system.filled,
             template=template.name if template else UNREGISTERED,
             order=options.order or (template and template.config.order) or self._defaults.order,
             changes=(*system.changes, *tool_changes, *hoist_changes, *document_changes, *_layout_changes(layout)),

@@ -17,7 +17,15 @@ from gateway.prompt import DocumentTokens, PromptRenderer, PromptText
 from gateway.routing.router import Candidate
 from gateway.segments import TooManyTokens
 
-__all__ = ["AppliedOrder", "Placement", "encode_text", "place_chat", "place_tokens", "refuse_too_long"]
+__all__ = [
+    "AppliedOrder",
+    "Placement",
+    "cheapest",
+    "encode_text",
+    "place_tokens",
+    "refuse_too_long",
+    "weigh_chat",
+]
 
 AppliedOrder = OrderMode | Literal["none"]
 RootOf = Callable[[Candidate], bytes]
@@ -28,7 +36,8 @@ class Placement(msgspec.Struct, frozen=True):
     """A prompt at a replica.
 
     ``order`` indexes the layout's documents and ``mode`` is how it came about; the first ``led`` of them stand in front
-    because the replica holds them. ``cached_tokens`` is what it is believed to hold of the prompt.
+    because the replica holds them. ``cached_tokens`` is what it is believed to hold of the prompt. ``prompt`` is a
+    chat's rendered text, None for a prompt that was never rendered.
     """
 
     candidate: Candidate
@@ -39,6 +48,17 @@ class Placement(msgspec.Struct, frozen=True):
     order: tuple[int, ...] = ()
     mode: AppliedOrder = "none"
     led: int = 0
+    prompt: PromptText | None = None
+
+    @property
+    def expected_seconds(self) -> float:
+        """From now to the first token of this prompt at this replica."""
+        return self.candidate.expected_seconds(len(self.token_ids), self.cached_tokens)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the prompt leaves room for output."""
+        return len(self.token_ids) < self.candidate.info.max_model_len
 
 
 class _Order(msgspec.Struct, frozen=True):
@@ -47,7 +67,7 @@ class _Order(msgspec.Struct, frozen=True):
     led: int = 0
 
 
-def place_chat(
+def weigh_chat(
     layout: Layout,
     mode: OrderMode,
     candidates: Sequence[Candidate],
@@ -55,8 +75,8 @@ def place_chat(
     renderer: PromptRenderer,
     *,
     use_cache: bool,
-) -> Placement:
-    """Choose order and replica of a laid out conversation.
+) -> list[Placement]:
+    """A laid out conversation at each candidate, in the order of its documents that is best there.
 
     Raises:
         ContextLengthError: the prompt leaves no room for output on any candidate.
@@ -65,12 +85,17 @@ def place_chat(
     limit = max(candidate.info.max_model_len for candidate in candidates)
     conversation = _Conversation(layout, renderer, limit)
     orders = _orders(conversation, mode, candidates, root_of, use_cache)
-    return _cheapest(
-        [
-            _placed(candidate, conversation.token_ids(order.indexes), root_of(candidate), order, use_cache=use_cache)
-            for candidate, order in zip(candidates, orders, strict=True)
-        ]
-    )
+    return [
+        _placed(
+            candidate,
+            conversation.token_ids(order.indexes),
+            root_of(candidate),
+            order,
+            use_cache=use_cache,
+            prompt=conversation.prompt(order.indexes),
+        )
+        for candidate, order in zip(candidates, orders, strict=True)
+    ]
 
 
 def encode_text(text: str, candidates: Sequence[Candidate], renderer: PromptRenderer) -> list[int]:
@@ -92,10 +117,10 @@ def refuse_too_long(token_ids: Sequence[int], candidates: Sequence[Candidate]) -
 def place_tokens(
     token_ids: list[int], candidates: Sequence[Candidate], root_of: RootOf, *, use_cache: bool
 ) -> Placement:
-    """Choose the replica of a prompt that is what it is. Raises ``ContextLengthError`` as ``place_chat``."""
+    """Choose the replica of a prompt that is what it is. Raises ``ContextLengthError`` as ``weigh_chat``."""
     refuse_too_long(token_ids, candidates)
     as_is = _Order((), "none")
-    return _cheapest(
+    return cheapest(
         [_placed(candidate, token_ids, root_of(candidate), as_is, use_cache=use_cache) for candidate in candidates]
     )
 
@@ -115,7 +140,7 @@ class _Conversation:
         token_ids = self._token_ids.get(order)
         if token_ids is None:
             with self._length_refused():
-                token_ids = self._renderer.encode_prompt(self._prompt(order), self._limit - 1)
+                token_ids = self._renderer.encode_prompt(self.prompt(order), self._limit - 1)
             self._token_ids[order] = token_ids
         return token_ids
 
@@ -123,7 +148,7 @@ class _Conversation:
         given = tuple(range(len(self.documents)))
         blocks = [document.block for document in self.documents]
         with self._length_refused():
-            return self._renderer.document_tokens(self._prompt(given), blocks, self._limit - 1)
+            return self._renderer.document_tokens(self.prompt(given), blocks, self._limit - 1)
 
     @contextmanager
     def _length_refused(self) -> Iterator[None]:
@@ -132,7 +157,7 @@ class _Conversation:
         except TooManyTokens as error:
             raise _too_long(error.at_least, self._limit, "messages") from None
 
-    def _prompt(self, order: tuple[int, ...]) -> PromptText:
+    def prompt(self, order: tuple[int, ...]) -> PromptText:
         prompt = self._prompts.get(order)
         if prompt is None:
             messages = self._layout.arrange([self.documents[index] for index in order])
@@ -162,7 +187,15 @@ def _orders(
     return orders
 
 
-def _placed(candidate: Candidate, token_ids: list[int], root: bytes, order: _Order, *, use_cache: bool) -> Placement:
+def _placed(
+    candidate: Candidate,
+    token_ids: list[int],
+    root: bytes,
+    order: _Order,
+    *,
+    use_cache: bool,
+    prompt: PromptText | None = None,
+) -> Placement:
     size = candidate.info.block_size
     keys = chain_keys(root, token_ids, size)
     cached = 0
@@ -171,21 +204,16 @@ def _placed(candidate: Candidate, token_ids: list[int], root: bytes, order: _Ord
             if key not in candidate.resident:
                 break
             cached += size
-    return Placement(candidate, token_ids, root, keys, cached, order.indexes, order.mode, order.led)
+    return Placement(candidate, token_ids, root, keys, cached, order.indexes, order.mode, order.led, prompt)
 
 
-def _cheapest(placements: Sequence[Placement]) -> Placement:
+def cheapest(placements: Sequence[Placement]) -> Placement:
     """The placement with the earliest first token; of equal ones that on the less busy replica."""
 
     def price(placement: Placement) -> tuple[float, int]:
-        seconds = placement.candidate.expected_seconds(len(placement.token_ids), placement.cached_tokens)
-        return seconds, placement.candidate.in_flight
+        return placement.expected_seconds, placement.candidate.in_flight
 
-    return min((placement for placement in placements if _fits(placement)), key=price)
-
-
-def _fits(placement: Placement) -> bool:
-    return len(placement.token_ids) < placement.candidate.info.max_model_len
+    return min((placement for placement in placements if placement.fits), key=price)
 
 
 def _too_long(tokens: int, limit: int, param: str) -> ContextLengthError:
