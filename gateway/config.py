@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 OrderMode = Literal["preserve", "canonical", "cache-aware"]
-HoistMode = Literal["off", "declared", "suggest"]
+HoistMode = Literal["off", "declared", "suggest", "apply"]
 
 DEFAULT_TENANT: Final = "default"
 """The only tenant there is without ``[keys]``."""
@@ -102,8 +102,10 @@ class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CanonicalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[canonical]``: defaults for every request; templates and bodies may say otherwise.
 
-    ``order`` is the order of documents, ``hoist`` what happens with declared volatile fields, ``text`` whether
-    system texts are normalized (NFC, LF, no BOM, no trailing blanks).
+    ``order`` is the order of documents, ``text`` whether system texts are normalized (NFC, LF, no BOM, no trailing
+    blanks). ``hoist`` is what happens with volatile fields: none is moved (``off``), those that templates declare
+    (``declared``), the same while others are looked for and proposed (``suggest``), or those found are moved too
+    (``apply``).
     """
 
     order: OrderMode = "cache-aware"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from gateway.canonical.learning.observation import Observation
+
 __all__ = ["Caller", "Change", "Plan"]
 
 
@@ -37,6 +39,7 @@ class Plan(msgspec.Struct, frozen=True):
     that ``replica_id`` is believed to hold. ``order`` is the document order that was applied (``none`` without
     documents), ``document_ids`` the documents as laid out. ``template`` is the registered template's name or
     ``unregistered``. ``note`` says why nothing was done when nothing was done; None when something was.
+    ``observation`` is what may be learned from the request once it is answered, if anything.
     """
 
     token_ids: list[int]
@@ -51,3 +54,4 @@ class Plan(msgspec.Struct, frozen=True):
     changes: tuple[Change, ...] = ()
     note: str | None = None
     use_cache: bool = True
+    observation: Observation | None = None

@@ -13,6 +13,8 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from cache_policy.keys import Namespace, derive_root
+from gateway.canonical.learning.learner import TemplateLearner
+from gateway.canonical.learning.observation import Observation
 from gateway.canonical.pipeline import Canonicalizer, CanonicalPrompt
 from gateway.canonical.registry import TemplateRegistry
 from gateway.canonical.templates import UNREGISTERED
@@ -49,7 +51,8 @@ class RequestPath:
     """Composes the stages; keeps nothing but memories of pure functions. Belongs to the event loop.
 
     ``model`` is the served name that bodies must give, ``secret`` the deployment secret behind the block keys.
-    ``templates`` are those of the configuration; more are published to the attribute of the same name.
+    ``templates`` are those of the configuration; more are published to the attribute of the same name. ``learned``
+    recognises others; whoever composes the path shows it the observations of plans that were carried out.
     """
 
     def __init__(
@@ -61,13 +64,14 @@ class RequestPath:
         templates: Mapping[str, TemplateConfig],
         renderer: PromptRenderer,
         router: Fleet,
+        learned: TemplateLearner | None = None,
     ) -> None:
         """Compile the templates. Raises ``ConfigError`` when one is malformed."""
         self._model: Final = model
         self._renderer: Final = renderer
         self._router: Final = router
         self.templates: Final = TemplateRegistry(templates, normalize=canonical.text)
-        self._canonicalizer: Final = Canonicalizer(canonical, self.templates)
+        self._canonicalizer: Final = Canonicalizer(canonical, self.templates, learned)
         self._derive_root: Final = lru_cache(maxsize=4096)(lambda namespace: derive_root(secret, namespace))
 
     def plan_chat(self, body: ChatRequest, caller: Caller) -> Plan:
@@ -90,6 +94,7 @@ class RequestPath:
             document_ids=tuple(documents[index].id for index in placement.order),
             changes=(*canonical.changes, *_order_changes(canonical, placement)),
             note=canonical.note,
+            observation=canonical.observation,
         )
 
     def weigh_chat(self, body: ChatRequest, caller: Caller) -> WeighedChat:
@@ -98,7 +103,7 @@ class RequestPath:
         Raises ``InvalidRequestError`` and ``ReplicaUnavailable`` as ``plan_chat`` does.
         """
         with _nesting_refused():
-            canonical = self._canonicalizer.canonicalize(body)
+            canonical = self._canonicalizer.canonicalize(body, caller.tenant)
             placements = weigh_chat(
                 canonical.layout,
                 canonical.order,
@@ -125,11 +130,11 @@ class RequestPath:
         placement = place_tokens(token_ids, candidates, self._root_of(body, caller), use_cache=use_cache)
         return _plan(placement, caller, use_cache=use_cache, template=UNREGISTERED, note=_PASSED_ON)
 
-    def tokenize_chat(self, body: ChatRequest) -> list[int]:
+    def tokenize_chat(self, body: ChatRequest, caller: Caller) -> list[int]:
         """The ids of a chat prompt after canonicalization, documents in the caller's order. Raises as ``plan_chat``."""
         self.check_model(body.model)
         with _nesting_refused():
-            layout = self._canonicalizer.canonicalize(body).layout
+            layout = self._canonicalizer.canonicalize(body, caller.tenant).layout
             return self._renderer.encode_prompt(self._renderer.render(layout.arrange(layout.documents), layout.tools))
 
     def check_model(self, name: str) -> None:
@@ -166,6 +171,7 @@ def _plan(
     document_ids: tuple[str, ...] = (),
     changes: tuple[Change, ...] = (),
     note: str | None = None,
+    observation: Observation | None = None,
 ) -> Plan:
     return Plan(
         token_ids=placement.token_ids,
@@ -180,6 +186,7 @@ def _plan(
         changes=changes,
         note=note,
         use_cache=use_cache,
+        observation=observation,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Final
 import structlog
 
 from engine.wire import EngineInfo
+from gateway.canonical.learning.learner import TemplateLearner
 from gateway.config import ClassConfig, Config, TenantConfig, WhatIfConfig
 from gateway.configuration import check_config, local_engines, remote_replicas, served_model_name
 from gateway.errors import OverloadedError
@@ -64,6 +65,7 @@ class Gateway:
         self.eviction: Final = EvictionControl(self.replicas, config.engine.policy)
         self.whatif: Final = self._ghosts(config.whatif) if config.whatif.enabled else None
         self.recorder: Final = TraceRecorder(config.trace) if config.trace.folder is not None else None
+        self.learner: Final = TemplateLearner()
         self.path: Final = RequestPath(
             model=model,
             secret=_secret(config),
@@ -71,6 +73,7 @@ class Gateway:
             templates=config.templates,
             renderer=self.renderer,
             router=self.router,
+            learned=self.learner,
         )
         file = None if config.templates_file is None else Path(config.templates_file).expanduser()
         self.templates: Final = TemplateStore(file, self.path.templates)
@@ -152,11 +155,13 @@ class Gateway:
         )
 
     def _follow(self, generation: Generation) -> None:
-        """Let ghost caches and the trace recorder have a request that was answered."""
+        """Let the learner, the ghost caches and the trace recorder have a request that was answered."""
         plan = generation.plan
         info = self.replicas[plan.replica_id].info
         if not plan.use_cache or info is None:
             return
+        if plan.observation is not None:
+            self.learner.observe(plan.observation.source, plan.observation.text)
         if self.whatif is not None:
             self.whatif.observe(plan.replica_id, plan.keys, generation.prompt_tokens, generation.cached_tokens or 0)
         if self.recorder is not None:

@@ -11,16 +11,17 @@ from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 
 from gateway.identity import Peer
+from gateway.plan import Caller
 from gateway.service import Gateway
 
-__all__ = ["for_operator", "for_tenants", "for_tenants_and_operator", "is_operator"]
+__all__ = ["calling_tenant", "for_operator", "for_tenants", "for_tenants_and_operator", "is_operator"]
 
 _Connection = ASGIConnection[Any, Any, Any, Any]
 
 
 def for_tenants(connection: _Connection, _: BaseRouteHandler) -> None:
     """Raises ``AuthenticationError`` unless the caller has an API key, or none are configured."""
-    _gateway(connection).authenticator.tenant(_peer(connection))
+    calling_tenant(connection)
 
 
 def for_operator(connection: _Connection, _: BaseRouteHandler) -> None:
@@ -37,6 +38,11 @@ def for_tenants_and_operator(connection: _Connection, handler: BaseRouteHandler)
 def is_operator(connection: _Connection) -> bool:
     """Whether the caller is the operator, on routes that others may call too."""
     return _gateway(connection).authenticator.is_operator(_peer(connection))
+
+
+def calling_tenant(connection: _Connection) -> Caller:
+    """Whom a call is made for. Raises ``AuthenticationError`` as ``for_tenants``."""
+    return _gateway(connection).authenticator.tenant(_peer(connection))
 
 
 def _gateway(connection: _Connection) -> Gateway:

@@ -11,6 +11,7 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath
 from msgspec import Meta
 
+from gateway.api.access import calling_tenant
 from gateway.api.decoding import decode_body
 from gateway.errors import InvalidRequestError, PayloadTooLargeError
 from gateway.schema import MAX_DOCUMENTS, ChatMessage, ChatRequest, HeadstartOptions
@@ -112,7 +113,8 @@ async def tokenize(gateway: NamedDependency[Gateway], request: Request[Any, Any,
                 documents=body.documents,
                 tools=body.tools,
                 headstart=body.headstart,
-            )
+            ),
+            calling_tenant(request),
         )
     return TokenizeResponse(len(tokens), _max_model_len(gateway), tokens)
 

@@ -12,13 +12,15 @@ import msgspec
 
 from gateway.canonical.documents import Document, read_documents
 from gateway.canonical.layout import Layout
+from gateway.canonical.learning.learner import TemplateLearner
+from gateway.canonical.learning.observation import Observation, Source
 from gateway.canonical.messages import Message, last_user_message, read_messages
 from gateway.canonical.registry import TemplateRegistry
 from gateway.canonical.templates import UNREGISTERED, FilledTemplate
 from gateway.canonical.text import normalize_system_messages, normalize_text
 from gateway.canonical.tools import canonical_tools
 from gateway.canonical.volatile import hoist
-from gateway.config import CanonicalConfig, HoistMode, OrderMode
+from gateway.config import DEFAULT_TENANT, CanonicalConfig, HoistMode, OrderMode
 from gateway.errors import InvalidRequestError
 from gateway.plan import Change
 from gateway.schema import ChatRequest, HeadstartOptions
@@ -29,7 +31,8 @@ __all__ = ["CanonicalPrompt", "Canonicalizer"]
 class CanonicalPrompt(msgspec.Struct, frozen=True):
     """What canonicalization made of a request. ``order`` is the one asked for, ``note`` as in ``gateway.plan.Plan``.
 
-    ``filled`` is the template of the system message with this request's values, whether they were moved or not.
+    ``filled`` is the template of the system message with this request's values, whether they were moved or not;
+    ``observation`` is set where it is none that was registered, to learn from.
     """
 
     layout: Layout
@@ -38,34 +41,47 @@ class CanonicalPrompt(msgspec.Struct, frozen=True):
     order: OrderMode
     changes: tuple[Change, ...]
     note: str | None
+    observation: Observation | None = None
 
 
 class _System(msgspec.Struct, frozen=True):
-    """The conversation after the system message was settled: normalized, filled in, recognised."""
+    """The conversation after the system message was settled: normalized, filled in, recognised.
+
+    ``learned``: ``filled`` is no registered template but one that was learned, if any.
+    """
 
     messages: tuple[Message, ...]
     filled: FilledTemplate | None
     changes: tuple[Change, ...]
+    learned: bool = False
 
 
 class Canonicalizer:
     """The stages with the configuration's defaults and the registered templates.
 
-    Holds no state of its own: as long as the same templates are registered, the same body gives the same result.
+    Holds no state of its own: as long as the same templates are registered and learned, the same body gives the same
+    result. Without ``learned`` nothing is looked for in texts of no registered template.
     """
 
-    def __init__(self, defaults: CanonicalConfig, templates: TemplateRegistry) -> None:
+    def __init__(
+        self, defaults: CanonicalConfig, templates: TemplateRegistry, learned: TemplateLearner | None = None
+    ) -> None:
         self._defaults: Final = defaults
         self._templates: Final = templates
+        self._learned: Final = learned
 
-    def canonicalize(self, body: ChatRequest) -> CanonicalPrompt:
-        """Run all stages but the order.
+    def canonicalize(self, body: ChatRequest, tenant: str = DEFAULT_TENANT) -> CanonicalPrompt:
+        """Run all stages but the order. Nothing is learned by that: see ``CanonicalPrompt.observation``.
 
         Raises:
             InvalidRequestError: messages, documents or the ``headstart`` object; ``param`` names the place.
         """
         options = body.headstart or HeadstartOptions()
         system = self._settle_system(read_messages(body.messages), options)
+        observation = self._observation(body, tenant, system)
+        if observation is not None and self._learned is not None:
+            filled = self._learned.recognize(observation.source, observation.text)
+            system = msgspec.structs.replace(system, filled=filled, learned=True)
         template = system.filled.template if system.filled else None
         documents, document_changes = read_documents(body.documents or ())
         target = last_user_message(system.messages)
@@ -87,8 +103,19 @@ class Canonicalizer:
             template=template.name if template else UNREGISTERED,
             order=options.order or (template and template.config.order) or self._defaults.order,
             changes=(*system.changes, *tool_changes, *hoist_changes, *document_changes, *_layout_changes(layout)),
-            note=None if documents or metadata is not None else _idle_note(system.filled, hoist_mode, target),
+            note=None if documents or metadata is not None else _idle_note(system, hoist_mode, target),
+            observation=observation,
         )
+
+    def _observation(self, body: ChatRequest, tenant: str, system: _System) -> Observation | None:
+        """What to learn from: the first system message, where no registered template has its form."""
+        mode = (body.headstart and body.headstart.hoist) or self._defaults.hoist
+        leading = system.messages[0]
+        if self._learned is None or system.filled is not None or not leading.is_system:
+            return None
+        if mode not in ("suggest", "apply"):
+            return None
+        return Observation(Source.of(tenant, body.model, body.prompt_cache_key), leading.content)
 
     def _settle_system(self, messages: tuple[Message, ...], options: HeadstartOptions) -> _System:
         """Normalize system texts, then find out which template the first one was made from or make it from one."""
@@ -124,6 +151,9 @@ def _hoist(
 ) -> tuple[tuple[Message, ...], str | None, tuple[Change, ...]]:
     if system.filled is None or mode == "off" or target is None:
         return system.messages, None, ()
+    if system.learned and mode != "apply":
+        found = ", ".join(system.filled.values)
+        return system.messages, None, (Change("volatile", f"found and left in place, as hoist is {mode}: {found}"),)
     hoisted = hoist(system.filled)
     return (system.messages[0].with_content(hoisted.system), *system.messages[1:]), hoisted.metadata, hoisted.changes
 
@@ -136,11 +166,14 @@ def _describe(documents: Sequence[Document]) -> str:
     return f"{len(documents)} document(s) laid out before the question of the last user message"
 
 
-def _idle_note(filled: FilledTemplate | None, mode: HoistMode, target: int | None) -> str:
+def _idle_note(system: _System, mode: HoistMode, target: int | None) -> str:
+    filled = system.filled
     if filled is None:
         return "no documents, and no registered template has the form of the system message"
     if mode == "off":
         return "no documents, and hoist is off"
     if target is None:
         return "no documents, and no user message to carry the template's fields"
+    if system.learned and mode != "apply":
+        return f"no documents, and the fields found in the system message stay in place, as hoist is {mode}"
     return f"no documents, and template {filled.template.name} has no field to move"

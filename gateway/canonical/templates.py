@@ -7,7 +7,7 @@ parts from left to right with ``str.find``, so its cost is linear in the text wh
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -16,7 +16,7 @@ from gateway.canonical.text import normalize_text
 from gateway.config import TemplateConfig
 from gateway.errors import ConfigError
 
-__all__ = ["MAX_VALUE_CHARS", "UNREGISTERED", "FilledTemplate", "Template", "is_value"]
+__all__ = ["MAX_VALUE_CHARS", "UNREGISTERED", "FilledTemplate", "Template", "is_value", "split_text"]
 
 MAX_VALUE_CHARS: Final = 1024
 """Longest value of a field. Values are one line, so that they fit the metadata line."""
@@ -101,24 +101,38 @@ class Template(msgspec.Struct, frozen=True):
         leave no more room for those after it, and the last literal is tied to the end. (A field used twice could match
         otherwise; such a text counts as unregistered.)
         """
-        first, last = self.literals[0], self.literals[-1]
-        if not text.startswith(first):
-            return None
-        if not self.slots:
-            return {} if text == first else None
-        start, end = len(first), len(text) - len(last)
-        if end < start or not text.endswith(last):
+        found = split_text(self.literals, text)
+        if found is None:
             return None
         values: dict[str, str] = {}
-        for index, slot in enumerate(self.slots, start=1):
-            stop = end if index == len(self.slots) else text.find(self.literals[index], start, end)
-            if stop < 0:
-                return None
-            value = text[start:stop]
+        for slot, value in zip(self.slots, found, strict=True):
             if not is_value(value) or values.setdefault(slot, value) != value:
                 return None
-            start = stop + len(self.literals[index])
         return values
+
+
+def split_text(literals: Sequence[str], text: str) -> list[str] | None:
+    """What stands between ``literals`` when all of ``text`` is made of them in this order, else None.
+
+    Each literal is taken at its first occurrence, the last one at the end; linear in the text.
+    """
+    first, last = literals[0], literals[-1]
+    if not text.startswith(first):
+        return None
+    if len(literals) == 1:
+        return [] if text == first else None
+    start, end = len(first), len(text) - len(last)
+    if end < start or not text.endswith(last):
+        return None
+    values = []
+    for literal in literals[1:-1]:
+        stop = text.find(literal, start, end)
+        if stop < 0:
+            return None
+        values.append(text[start:stop])
+        start = stop + len(literal)
+    values.append(text[start:end])
+    return values
 
 
 class FilledTemplate(msgspec.Struct, frozen=True):

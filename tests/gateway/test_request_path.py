@@ -293,7 +293,7 @@ def test_tokenizing_a_chat_needs_no_replica_and_gives_the_prompts_ids(stage: Cal
         {"model": "m", "messages": [{"role": "user", "content": "What is cached?"}], "documents": documents("a", "b")},
         ChatRequest,
     )
-    assert stage(replicas=0).path.tokenize_chat(body) == stage().path.plan_chat(body, TENANT).token_ids
+    assert stage(replicas=0).path.tokenize_chat(body, TENANT) == stage().path.plan_chat(body, TENANT).token_ids
 
 
 def test_changes_and_notes_hold_no_text_of_the_prompt(stage: Callable[..., Stage]) -> None:

@@ -1,0 +1,337 @@
+"""Learning templates from the texts of a source, and recognising what was made from them.
+
+A text that has the form of a learned template only adds to the evidence for its fields. Any other is aligned with
+the candidate it resembles most, whose skeleton shrinks to what both share; a candidate whose skeleton has stopped
+shrinking becomes a learned template. Texts of several templates may come in any order.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+import xxhash
+
+from gateway.canonical.learning.evidence import FieldEvidence, fits_metadata
+from gateway.canonical.learning.form import Form, form_id
+from gateway.canonical.learning.observation import Source
+from gateway.canonical.learning.skeleton import GAP, Skeleton, generalize
+from gateway.canonical.learning.tokens import MAX_TEXT_CHARS, is_word, split_tokens
+from gateway.canonical.templates import FilledTemplate
+from gateway.config import HoistMode, TemplateConfig
+
+__all__ = ["MAX_SOURCES", "MAX_TEMPLATES", "MAX_WEIGHT", "LearnedTemplate", "TemplateLearner"]
+
+MAX_SOURCES: Final = 256
+"""Sources kept, half of them at most without a volatile field; of each kind the longest unseen leaves first."""
+
+MAX_TEMPLATES: Final = 16
+"""Learned templates of a source, and as many candidates; the longest unseen leaves first."""
+
+MAX_WEIGHT: Final = 500_000
+"""Tokens of all skeletons and learned templates, a field counting as 16: some 40 MB at most."""
+
+MAX_FIELDS: Final = 32
+"""A text with more gaps than that is no template."""
+
+_MAX_DECISIONS: Final = 4096
+_MIN_TEXTS: Final = 6  # of a candidate before it is learned,
+_MIN_STEADY: Final = 2  # the last ones of which have left its skeleton as it was
+_MIN_WORDS: Final = 3
+_ALIKE: Final = 0.6  # share of words in common
+_CORE_TEXTS: Final = 3  # after which a skeleton's words count alone,
+_CORE_WORDS: Final = 8  # when there are as many,
+_CORE_ALIKE: Final = 0.9  # and so many are there
+_VARIANTS: Final = 3  # learned templates that differ in little and are rather values of one more field
+_VARIANT_ALIKE: Final = 0.8
+_OFTEN: Final = 64  # requests during which evidence is weighed each time, then after each so many
+_CREDIT: Final = 100_000  # characters that a source may have looked at closely in advance,
+_REFILL: Final = 200  # and for each further request: some 50 µs
+_FIELD_WEIGHT: Final = 16
+
+
+class LearnedTemplate:
+    """A template that was found, with the evidence for its fields. Owned by the learner; ``requests`` had its form.
+
+    ``id`` stays through all versions; ``version`` counts the changes of what is moved, from 1.
+    """
+
+    __slots__ = ("digests", "evidence", "form", "id", "requests", "version", "words")
+
+    def __init__(self, id: str, form: Form, digests: array[int], words: frozenset[int]) -> None:
+        self.id = id
+        self.version = 0
+        self.form = form
+        self.digests = digests
+        self.words = words
+        self.requests = 0
+        self.evidence = [FieldEvidence() for _ in form.fields]
+
+    @property
+    def name(self) -> str:
+        """What statistics call it."""
+        return f"learned-{self.id}"
+
+    @property
+    def volatile(self) -> bool:
+        """Whether it has a field to move."""
+        return any(self.form.moved)
+
+    @property
+    def weight(self) -> int:
+        """See ``MAX_WEIGHT``."""
+        return len(self.digests) + _FIELD_WEIGHT * len(self.evidence)
+
+    def follow(self, other: LearnedTemplate, fields: Sequence[int | None]) -> None:
+        """Be the next version of ``other``, whose fields these are: they keep name and evidence."""
+        self.version, self.requests = other.version + 1, other.requests
+        names = [""] * len(fields)
+        for index, before in enumerate(fields):
+            if before is not None:
+                names[index] = other.form.fields[before]
+                self.evidence[index] = other.evidence[before]
+        self.form = msgspec.structs.replace(self.form, fields=tuple(names)).decided(self.evidence)
+
+
+class _Candidate:
+    """A skeleton in the making: the tokens' digests, the words among them, how many texts, how many without change."""
+
+    __slots__ = ("digests", "steady", "texts", "words")
+
+    def __init__(self, digests: array[int], words: frozenset[int]) -> None:
+        self.digests = digests
+        self.words = words
+        self.texts = 1
+        self.steady = 0
+
+    @property
+    def weight(self) -> int:
+        return len(self.digests)
+
+    def likeness(self, words: frozenset[int]) -> int:
+        """How many words it has in common with a text of these; 0 when the text is of another template.
+
+        Once the words that are values have left the skeleton, all of it has to be there, but not the reverse.
+        """
+        common = len(self.words & words)
+        if common >= _ALIKE * max(len(self.words), len(words)):
+            return common
+        core = self.texts >= _CORE_TEXTS and len(self.words) >= _CORE_WORDS
+        return common if core and common >= _CORE_ALIKE * len(self.words) else 0
+
+
+class _Source:
+    """What is known of one source. ``learned`` and ``candidates`` are in order of use, the latest last."""
+
+    __slots__ = ("candidates", "credit", "learned", "order")
+
+    def __init__(self) -> None:
+        self.learned: OrderedDict[str, LearnedTemplate] = OrderedDict()
+        self.candidates: list[_Candidate] = []
+        self.order: list[LearnedTemplate] = []
+        self.credit = _CREDIT
+
+    @property
+    def weight(self) -> int:
+        return sum(template.weight for template in self.order) + sum(other.weight for other in self.candidates)
+
+    @property
+    def volatile(self) -> bool:
+        return any(template.volatile for template in self.order)
+
+    def match(self, text: str) -> tuple[LearnedTemplate, list[str]] | None:
+        """The most specific learned template whose form ``text`` has, and the values of its fields."""
+        for template in self.order:
+            values = template.form.split(text)
+            if values is not None:
+                return template, values
+        return None
+
+    def admit(self, template: LearnedTemplate) -> None:
+        """Add a template; of too many the longest unseen leaves, if possible one without a volatile field."""
+        self.learned[template.id] = template
+        if len(self.learned) > MAX_TEMPLATES:
+            others = [id for id in self.learned if id != template.id]
+            del self.learned[next((id for id in others if not self.learned[id].volatile), others[0])]
+        self.order = sorted(self.learned.values(), key=lambda known: (-known.form.literal_chars, known.id))
+
+
+class TemplateLearner:
+    """Owns everything learned, within ``MAX_SOURCES``, ``MAX_TEMPLATES`` and ``MAX_WEIGHT``; belongs to one thread.
+
+    Keeps no value and, until a text's constant parts are known to be constant, no text: digests only, salted by
+    ``salt`` (default: at random; given one, the same texts in the same order leave exactly the same state).
+    """
+
+    def __init__(self, *, salt: int | None = None) -> None:
+        self._salt: Final = secrets.randbits(64) if salt is None else salt
+        self._plain: OrderedDict[Source, _Source] = OrderedDict()
+        self._volatile: OrderedDict[Source, _Source] = OrderedDict()
+        self._decisions: OrderedDict[str, HoistMode] = OrderedDict()
+        self._weight = 0
+        self.observed = 0
+        self.examined = 0
+
+    @property
+    def weight(self) -> int:
+        """Tokens held; see ``MAX_WEIGHT``."""
+        return self._weight
+
+    @property
+    def sources(self) -> int:
+        """Sources known."""
+        return len(self._plain) + len(self._volatile)
+
+    def templates(self) -> Iterator[tuple[Source, LearnedTemplate]]:
+        """Every learned template that has a field to move, with its source."""
+        for source, known in self._volatile.items():
+            yield from ((source, template) for template in known.order if template.volatile)
+
+    def decision(self, id: str) -> HoistMode | None:
+        """What the operator wants of the template with this id; None for the default."""
+        return self._decisions.get(id)
+
+    def decide(self, id: str, hoist: HoistMode) -> None:
+        """Remember what the operator wants of a template. The latest 4,096 decisions are kept."""
+        self._decisions[id] = hoist
+        self._decisions.move_to_end(id)
+        if len(self._decisions) > _MAX_DECISIONS:
+            self._decisions.popitem(last=False)
+
+    def recognize(self, source: Source, text: str) -> FilledTemplate | None:
+        """The learned template that ``text`` was made from, with the values of its volatile fields."""
+        known = self._volatile.get(source)
+        found = known.match(text) if known is not None and len(text) <= MAX_TEXT_CHARS else None
+        if found is None:
+            return None
+        template, values = found
+        moved = [moves and fits_metadata(value) for moves, value in zip(template.form.moved, values, strict=True)]
+        if not any(moved):
+            return None
+        config = TemplateConfig("", hoist=self._decisions.get(template.id))  # its text differs from request to request
+        return template.form.filled(values, moved, name=template.name, config=config, version=template.version)
+
+    def observe(self, source: Source, text: str) -> None:
+        """Learn from the system text of one request.
+
+        Costs some microseconds for a text of a known form; others cost their length, but no more than 50 µs a request
+        on average over a source.
+        """
+        if len(text) > MAX_TEXT_CHARS:
+            return
+        self.observed += 1
+        known = self._known(source)
+        known.credit = min(_CREDIT, known.credit + _REFILL)
+        found = known.match(text)
+        if found is not None:
+            known.learned.move_to_end(found[0].id)
+            changed = self._count(*found)
+        elif changed := known.credit >= len(text):
+            self.examined += 1
+            known.credit -= len(text)
+            before = known.weight
+            self._examine(source, known, text)
+            self._weight += known.weight - before
+        if changed:
+            self._place(source, known)
+
+    # --- inside ------------------------------------------------------------------------------------
+
+    def _known(self, source: Source) -> _Source:
+        for table in (self._volatile, self._plain):
+            known = table.get(source)
+            if known is not None:
+                table.move_to_end(source)
+                return known
+        known = self._plain[source] = _Source()
+        if len(self._plain) > MAX_SOURCES // 2:
+            self._weight -= self._plain.popitem(last=False)[1].weight
+        return known
+
+    def _place(self, source: Source, known: _Source) -> None:
+        """Keep a source in the table of its kind, and what is held within bounds."""
+        before, after = (self._plain, self._volatile) if known.volatile else (self._volatile, self._plain)
+        if source in before:
+            after[source] = before.pop(source)
+        for table in (self._plain, self._volatile):
+            # The source just seen is the latest of its kind, and one alone cannot be too much.
+            while len(table) > MAX_SOURCES // 2 or (self._weight > MAX_WEIGHT and len(table) > 1):
+                self._weight -= table.popitem(last=False)[1].weight
+
+    def _count(self, template: LearnedTemplate, values: Sequence[str]) -> bool:
+        """Add one request to the evidence; says whether a field has become volatile, or is no longer."""
+        template.requests += 1
+        due = template.requests < _OFTEN or template.requests % _OFTEN == 0
+        changed = False
+        for evidence, value in zip(template.evidence, values, strict=True):
+            evidence.add(value, self._digest(value))
+            changed |= due and evidence.decide()
+        if changed:
+            template.form = template.form.decided(template.evidence)
+            template.version += 1
+        return changed
+
+    def _examine(self, source: Source, known: _Source, text: str) -> None:
+        """Align a text of no known form with the candidate that it resembles most."""
+        tokens = split_tokens(text)
+        digests = array("Q", [self._digest(token) for token in tokens])
+        words = frozenset([digest for token, digest in zip(tokens, digests, strict=True) if is_word(token)])
+        candidate = max(known.candidates, key=lambda other: other.likeness(words), default=None)
+        if candidate is None or not candidate.likeness(words):
+            known.candidates.append(_Candidate(digests, words))
+            del known.candidates[:-MAX_TEMPLATES]
+            return
+        known.candidates.remove(candidate)
+        skeleton = generalize(candidate.digests, tokens, digests)
+        candidate.texts += 1
+        candidate.steady = candidate.steady + 1 if skeleton.digests == candidate.digests else 0
+        candidate.digests = skeleton.digests
+        candidate.words &= frozenset(skeleton.digests)
+        if len(candidate.words) < _MIN_WORDS or skeleton.digests.count(GAP) > MAX_FIELDS:
+            return  # what these texts share is no template
+        if candidate.texts < _MIN_TEXTS or candidate.steady < _MIN_STEADY:
+            known.candidates.append(candidate)
+            return
+        known.credit += _MIN_TEXTS * len(text)
+        variants = [other for other in known.order if _alike(other.words, candidate.words)]
+        if len(variants) + 1 >= _VARIANTS:
+            skeleton = _without_variants(skeleton, variants, tokens, digests)
+        self._learn(source, known, skeleton, tokens)
+
+    def _learn(self, source: Source, known: _Source, skeleton: Skeleton, tokens: Sequence[str]) -> None:
+        """Make a learned template of a skeleton, in place of those whose form it covers."""
+        form = Form.between(skeleton.literals(tokens))
+        words = frozenset(self._digest(token) for token in tokens if is_word(token)) & frozenset(skeleton.digests)
+        covered = [(other, fields) for other in known.order if (fields := form.covers(other.form)) is not None]
+        for other, _ in covered:
+            del known.learned[other.id]
+        if not covered:
+            id = form_id(source.tenant, source.model, form.literals)
+            known.admit(LearnedTemplate(id, form, skeleton.digests, words))
+            return
+        heir, fields = max(covered, key=lambda pair: pair[0].requests)
+        learned = LearnedTemplate(heir.id, form, skeleton.digests, words)
+        learned.follow(heir, fields)
+        known.admit(learned)
+
+    def _digest(self, text: str) -> int:
+        return xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass"), self._salt) or 1
+
+
+def _alike(left: frozenset[int], right: frozenset[int]) -> bool:
+    """Whether two learned templates might be one with a field more."""
+    return len(left & right) >= _VARIANT_ALIKE * max(len(left), len(right))
+
+
+def _without_variants(
+    skeleton: Skeleton, variants: Sequence[LearnedTemplate], tokens: Sequence[str], text: array[int]
+) -> Skeleton:
+    """What a skeleton shares with all its ``variants``, unless that falls to pieces."""
+    shared = skeleton
+    for variant in variants:
+        shared = generalize(variant.digests, tokens, shared.masked(text))
+    return shared if shared.digests.count(GAP) <= MAX_FIELDS else skeleton
