@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.batch import Candidate, Chunk, ChunkResult
@@ -19,8 +21,6 @@ __all__ = ["Sampler", "uniform"]
 
 _GREEDY_BELOW: Final = 1e-5
 """A lower temperature would only add rounding to what is the most likely token anyway."""
-
-_FIRST_CANDIDATES: Final = 256
 
 
 class Sampler:
@@ -167,32 +167,32 @@ def _check(best: torch.Tensor) -> None:
 
 
 def _draw(relative: torch.Tensor, chunk: Chunk) -> int:
-    """Draw from one row of logits relative to their maximum."""
+    """Draw from one row of logits relative to their maximum.
+
+    Each filter leaves the tokens that are at least as likely as a certain one, so that ties stay together. NumPy finds
+    that one: it sorts a whole vocabulary, however flat, in less time than PyTorch takes to find its likeliest tokens.
+    """
     sampling = chunk.sampling
-    weights = (relative / sampling.temperature).softmax(dim=-1)
-    if 0 < sampling.top_k < len(weights):
-        least = weights.topk(sampling.top_k).values[-1]
-        weights = weights.where(weights >= least, 0.0)
+    weights = (relative / sampling.temperature).softmax(dim=-1).cpu()
+    values: npt.NDArray[np.float32] = weights.numpy()  # the same memory
+    least = np.float32(0.0)
+    if 0 < sampling.top_k < len(values):
+        least = np.partition(values, -sampling.top_k)[-sampling.top_k]
     if sampling.top_p < 1.0:
-        weights = weights.where(weights >= _nucleus(weights, sampling.top_p), 0.0)
+        least = _nucleus(values[values >= least] if least > 0.0 else values, sampling.top_p)
     if sampling.min_p > 0.0:
-        weights = weights.where(weights >= sampling.min_p * weights.max(), 0.0)
+        least = max(least, np.float32(sampling.min_p) * values.max())
+    if least > 0.0:
+        values *= values >= least
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     # Strictly below the total, whose neighbours in float64 are much nearer than the step of ``uniform``.
     target = uniform(chunk.seed, chunk.output_index) * float(cumulative[-1])
     return int(torch.searchsorted(cumulative, target, right=True))
 
 
-def _nucleus(weights: torch.Tensor, top_p: float) -> float:
-    """The smallest weight among the most likely tokens that together reach ``top_p`` of the whole.
-
-    Nearly always a few hundred tokens do, so the vocabulary is not sorted unless they do not.
-    """
-    wanted = top_p * float(weights.sum(dtype=torch.float64))
-    count = _FIRST_CANDIDATES
-    while True:
-        top = weights.topk(min(count, len(weights))).values
-        reached = top.cumsum(dim=-1, dtype=torch.float64) >= wanted
-        if bool(reached[-1]) or count >= len(weights):
-            return float(top[int(reached.float().argmax())] if bool(reached[-1]) else top[-1])
-        count *= 16
+def _nucleus(weights: npt.NDArray[np.float32], top_p: float) -> np.float32:
+    """The smallest weight among the most likely tokens that together reach ``top_p`` of the whole."""
+    ordered = np.sort(weights)[::-1].copy()
+    reached = torch.from_numpy(ordered).cumsum(dim=-1, dtype=torch.float64).numpy()
+    smallest: np.float32 = ordered[np.searchsorted(reached, top_p * reached[-1])]
+    return smallest

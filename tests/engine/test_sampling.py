@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -62,6 +63,44 @@ def test_draws_invert_the_distribution_of_transformers(
         assert expected[token] > 0
         assert float(cumulative[token]) > target - 1e-4
         assert float(cumulative[token] - expected[token]) < target + 1e-4
+
+
+def by_definition(row: torch.Tensor, sampling: Sampling, target: float) -> int:
+    """The draw as it is defined, one token after the other."""
+    weights = ((row - row.max()) / sampling.temperature).softmax(-1).tolist()
+    if 0 < sampling.top_k < len(weights):
+        least = sorted(weights)[-sampling.top_k]
+        weights = [weight if weight >= least else 0.0 for weight in weights]
+    if sampling.top_p < 1:
+        ordered = sorted(weights, reverse=True)
+        reached = list(itertools.accumulate(ordered))
+        least = next(w for w, sum in zip(ordered, reached, strict=True) if sum >= sampling.top_p * reached[-1])
+        weights = [weight if weight >= least else 0.0 for weight in weights]
+    if sampling.min_p > 0:
+        least = float(torch.tensor(sampling.min_p) * torch.tensor(max(weights)))
+        weights = [weight if weight >= least else 0.0 for weight in weights]
+    cumulative = list(itertools.accumulate(weights))
+    return next(i for i, sum in enumerate(cumulative) if sum > target * cumulative[-1])
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 37, 1900])
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.3, 1e-9])
+@pytest.mark.parametrize("min_p", [0.0, 0.4])
+@pytest.mark.parametrize("shape", ["random", "flat", "equal", "tied", "one"])
+def test_the_draw_is_the_plain_definitions(shape: str, min_p: float, top_p: float, top_k: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    row = {
+        "random": 3 * torch.randn(2000, generator=generator),
+        "flat": 1e-3 * torch.rand(2000, generator=generator),
+        "equal": torch.zeros(2000),
+        "tied": torch.randint(0, 4, (2000,), generator=generator).float(),
+        "one": torch.cat([torch.full((1999,), -200.0), torch.tensor([3.0])]),
+    }[shape]
+    sampling = Sampling(1, 0.8, top_p, top_k, min_p)
+    rows = 12
+    chunks = [chunk(sampling, seed=3, output_index=i) for i in range(rows)]
+    drawn = [token for token, _ in Sampler(EOS).sample(row.repeat(rows, 1), chunks)]
+    assert drawn == [by_definition(row, sampling, uniform(3, i)) for i in range(rows)]
 
 
 def test_draws_follow_the_probabilities() -> None:
