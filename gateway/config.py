@@ -18,6 +18,7 @@ __all__ = [
     "CanonicalConfig",
     "ClassConfig",
     "Config",
+    "DocumentFormat",
     "EngineConfig",
     "HoistMode",
     "LimitsConfig",
@@ -33,6 +34,9 @@ __all__ = [
 
 OrderMode = Literal["preserve", "canonical", "cache-aware"]
 HoistMode = Literal["off", "declared", "suggest", "apply"]
+
+DocumentFormat = Literal["langchain", "llama-index", "xml", "numbered"]
+"""How an application pastes documents into its messages."""
 
 DEFAULT_TENANT: Final = "default"
 """The only tenant there is without ``[keys]``."""
@@ -118,11 +122,18 @@ class TemplateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     A literal brace is written ``{{`` or ``}}``. Requests name the template in ``headstart.template`` or are
     recognised by their system text.
+
+    ``documents`` says how the application pastes documents into a message: in the system message where ``system`` has
+    ``{context}``, ``{context_str}`` or ``{documents}``, else in the last user message. ``document_separator`` is what
+    it joins them with (``langchain``; default: a blank line). Such documents keep the caller's order unless ``order``
+    is set; the numbers of a numbered list mean places, so that it always keeps it.
     """
 
     system: str
     order: OrderMode | None = None
     hoist: HoistMode | None = None
+    documents: DocumentFormat | None = None
+    document_separator: Annotated[str, Meta(min_length=1)] | None = None
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"service_class": "class"}):

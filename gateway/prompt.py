@@ -117,25 +117,30 @@ class PromptRenderer:
         return self._encoder(prompt).encode(prompt.text, limit)
 
     def document_tokens(
-        self, prompt: PromptText, blocks: Sequence[str], limit: int | None = None
+        self, prompt: PromptText, blocks: Sequence[str], limit: int | None = None, separator: str = "\n\n"
     ) -> DocumentTokens | None:
-        """The ids of each document of ``prompt``, in which ``blocks`` stand one after another, a blank line between.
+        """The ids of each document of ``prompt``, in which ``blocks`` stand one after another, ``separator`` between.
 
-        None when this tokenizer, or what the template puts before them, gives a document other ids at another place.
+        None when this tokenizer, or what stands before them, gives a document other ids at another place.
         Raises ``TooManyTokens`` as soon as there are more than ``limit``.
         """
-        encoder = self._encoder(prompt)
-        start = _position(prompt.text, blocks)
-        if encoder.rule is CutRule.NEVER or start is None or prompt.text[start - 2 : start] != "\n\n":
+        encoder, text = self._encoder(prompt), prompt.text
+        start = _position(text, blocks, separator)
+        if encoder.rule is CutRule.NEVER or start is None:
             return None
         if encoder.rule is CutRule.AFTER_NEWLINES:
-            head = prompt.text[:start]
-            pieces: Iterable[str | None] = (f"{block}\n\n" for block in blocks)
-        elif start < 3 or not is_ink(prompt.text[start - 3]):
-            return None
+            if text[start - 1 : start] != "\n" or separator[-1] != "\n" or not all(map(_begins_word, blocks)):
+                return None
+            head = text[:start]
+            pieces: Iterable[str | None] = (f"{block}{separator}" for block in blocks)
         else:
-            head = prompt.text[: start - 2]
-            pieces = (f"\n\n{block}" if is_ink(block[-1]) else None for block in blocks)
+            before = start - len(separator)
+            if separator[0] != "\n" or before < 1 or not text.startswith(separator, before):
+                return None
+            if not is_ink(text[before - 1]):
+                return None
+            head = text[:before]
+            pieces = (f"{separator}{block}" if is_ink(block[-1]) else None for block in blocks)
         tokens = DocumentTokens(encoder.encode_to_bytes(head, limit), [])
         size = len(tokens.head)
         for piece in pieces:
@@ -280,9 +285,14 @@ def _template_call(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-def _position(text: str, blocks: Sequence[str]) -> int | None:
-    """Where ``blocks``, joined by blank lines, stand in ``text``; the last place if there are several."""
-    body = "\n\n".join(blocks)
+def _begins_word(block: str) -> bool:
+    """Whether a text is certain to be a word of its own behind newlines: some patterns take a slash along with them."""
+    return block[0] != "/" and is_ink(block[0])
+
+
+def _position(text: str, blocks: Sequence[str], separator: str) -> int | None:
+    """Where ``blocks``, joined by ``separator``, stand in ``text``; the last place if there are several."""
+    body = separator.join(blocks)
     opening = body[:64]  # searching for a short text and comparing once is faster than searching for all of it
     at = text.rfind(opening)
     while at >= 0:

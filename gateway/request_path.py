@@ -194,7 +194,7 @@ def _order_changes(canonical: CanonicalPrompt, placement: Placement) -> tuple[Ch
     """What became of the documents' order, if anything did."""
     changes = []
     if placement.mode != canonical.order and placement.mode == "canonical":
-        changes.append(Change("order", "sorted by id: this model's tokenizer leaves no place to cut between documents"))
+        changes.append(Change("order", "sorted by id: with this tokenizer their tokens depend on their place"))
     moved = sum(index != position for position, index in enumerate(placement.order))
     if moved:
         reason = f"; the first {placement.led} lead on {placement.candidate.replica_id}" if placement.led else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.config import Config
+from gateway.config import Config, TemplateConfig
 from gateway.configuration import load_config
 
 EXAMPLE = Path(__file__).parent.parent / "headstart.example.toml"
@@ -28,7 +28,7 @@ def test_the_example_names_every_setting() -> None:
     for section in ("server", "engine", "redis", "canonical", "admin", "limits", "trace", "whatif"):
         assert set(shown[section]) == set(config[section]), section
     (template,) = shown["templates"].values()
-    assert set(template) == {"system", "order", "hoist"}
+    assert set(template) == set(TemplateConfig.__struct_fields__)
     (tenant,) = shown["tenants"].values()
     assert set(tenant) == {"max_cached_blocks"}
     (replica,) = shown["replicas"]

@@ -22,16 +22,22 @@ _sorted_json = msgspec.json.Encoder(order="sorted")
 
 
 class Document(msgspec.Struct, frozen=True, dict=True):
-    """One retrieved document. ``attributes`` are its further keys with their values as text, sorted by key."""
+    """One retrieved document. ``attributes`` are its further keys with their values as text, sorted by key.
+
+    ``written`` is the whole document as it stands in the prompt, where that is not the usual form.
+    """
 
     id: str
     title: str
     text: str
     attributes: tuple[tuple[str, str], ...] = ()
+    written: str | None = None
 
     @cached_property
     def block(self) -> str:
         """The document as the model reads it: label and title, one line per attribute, then the text."""
+        if self.written is not None:
+            return self.written
         label = f"[Document {self.id}] {self.title}" if self.title else f"[Document {self.id}]"
         return "\n".join((label, *(f"{key}: {value}" for key, value in self.attributes), self.text))
 
@@ -91,4 +97,5 @@ def _identifier(value: object, place: str) -> str | None:
 
 
 def _content_id(document: Document) -> str:
-    return blake2b(msgspec.json.encode(document), digest_size=6).hexdigest()
+    said = {"id": "", "title": document.title, "text": document.text, "attributes": document.attributes}
+    return blake2b(msgspec.json.encode(said), digest_size=6).hexdigest()

@@ -14,18 +14,26 @@ import msgspec
 
 from gateway.canonical.documents import Document
 from gateway.canonical.messages import Message
+from gateway.canonical.recognized import Region
 
-__all__ = ["SEPARATOR", "Layout"]
+__all__ = ["SEPARATOR", "Layout", "Pasted"]
 
 SEPARATOR: Final = "\n\n"
 """What stands before every segment of the laid out user message."""
+
+
+class Pasted(msgspec.Struct, frozen=True):
+    """Documents that the application itself put into a message: which one, and what of its text is what."""
+
+    message: int
+    region: Region
 
 
 class Layout(msgspec.Struct, frozen=True):
     """A canonical conversation whose documents still may take any order.
 
     ``messages`` are all turns; ``target`` is the index of the user message that takes ``documents`` and ``metadata``
-    (None when there is neither).
+    (None when there is neither). Documents that were ``pasted`` stay in the message where they were found.
     """
 
     messages: tuple[Message, ...]
@@ -33,22 +41,38 @@ class Layout(msgspec.Struct, frozen=True):
     documents: tuple[Document, ...] = ()
     metadata: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
+    pasted: Pasted | None = None
+
+    @property
+    def separator(self) -> str | None:
+        """What stands between two documents, whichever they are; None when that depends on their places."""
+        return SEPARATOR if self.pasted is None else self.pasted.region.separator
 
     def arrange(self, documents: Sequence[Document]) -> tuple[Message, ...]:
         """The final messages with ``documents``, a permutation of this layout's, in this order."""
-        if self.target is None:
+        contents: dict[int, str] = {}
+        if self.target is not None:
+            question = self.messages[self.target].content
+            contents[self.target] = self.leading_text(documents) + self.trailing_text(question)
+        if self.pasted is not None:
+            here = self.pasted.message
+            contents[here] = self.pasted.region.text(documents, self.metadata if here == self.target else None)
+        if not contents:
             return self.messages
-        message = self.messages[self.target]
-        content = self.leading_text(documents) + self.trailing_text(message.content)
-        return (*self.messages[: self.target], message.with_content(content), *self.messages[self.target + 1 :])
+        return tuple(
+            message.with_content(contents[index]) if index in contents else message
+            for index, message in enumerate(self.messages)
+        )
 
     def leading_text(self, documents: Sequence[Document]) -> str:
-        """The documents, as they open the target message; empty without documents."""
-        return "\n" + SEPARATOR.join([document.block for document in documents]) if documents else ""
+        """The documents, as they open the target message; empty where there are none, or they stand elsewhere."""
+        if not documents or self.pasted is not None:
+            return ""
+        return "\n" + SEPARATOR.join([document.block for document in documents])
 
     def trailing_text(self, question: str) -> str:
         """What follows the documents: the metadata line and the question, labelled only behind documents."""
-        if not self.documents:
+        if not self.documents or self.pasted is not None:
             return question if self.metadata is None else f"{self.metadata}{SEPARATOR}{question}"
         metadata = "" if self.metadata is None else f"{SEPARATOR}{self.metadata}"
         return f"{metadata}{SEPARATOR}Question: {question}"

@@ -5,19 +5,20 @@ The order itself is chosen together with the replica, since it depends on what e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from gateway.canonical.documents import Document, read_documents
+from gateway.canonical.documents import read_documents
 from gateway.canonical.layout import Layout
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Observation, Source
 from gateway.canonical.messages import Message, last_user_message, read_messages
+from gateway.canonical.pasting import find_pasted, order_of_pasted, pasted_into_system, with_original_documents
+from gateway.canonical.recognized import Region
 from gateway.canonical.registry import TemplateRegistry
 from gateway.canonical.templates import UNREGISTERED, FilledTemplate
-from gateway.canonical.text import normalize_system_messages, normalize_text
+from gateway.canonical.text import normalize_system_messages, normalize_text, text_changes
 from gateway.canonical.tools import canonical_tools
 from gateway.canonical.volatile import hoist
 from gateway.config import DEFAULT_TENANT, CanonicalConfig, HoistMode, OrderMode
@@ -47,13 +48,15 @@ class CanonicalPrompt(msgspec.Struct, frozen=True):
 class _System(msgspec.Struct, frozen=True):
     """The conversation after the system message was settled: normalized, filled in, recognised.
 
-    ``learned``: ``filled`` is no registered template but one that was learned, if any.
+    ``learned``: ``filled`` is no registered template but one that was learned, if any. ``pasted`` are documents that
+    the text holds although no template says so.
     """
 
     messages: tuple[Message, ...]
     filled: FilledTemplate | None
     changes: tuple[Change, ...]
     learned: bool = False
+    pasted: Region | None = None
 
 
 class Canonicalizer:
@@ -90,28 +93,37 @@ class Canonicalizer:
         hoist_mode = options.hoist or (template and template.config.hoist) or self._defaults.hoist
         messages, metadata, hoist_changes = _hoist(system, hoist_mode, target)
         tools, tool_changes = canonical_tools(body.tools or ()) if self._defaults.text else (body.tools or [], ())
+        pasted = None if documents else find_pasted(messages, system.filled, system.pasted, target)
         layout = Layout(
             messages,
             target if documents or metadata is not None else None,
-            documents,
+            documents if pasted is None else pasted.region.documents,
             metadata,
             tuple(tools),
+            pasted,
         )
+        order = options.order or (template and template.config.order) or self._defaults.order
+        if pasted is not None:
+            order = order_of_pasted(template.config if template else None, options.order)
+        idle = not documents and metadata is None and (pasted is None or order == "preserve")
         return CanonicalPrompt(
             layout=layout,
             filled=system.filled,
             template=template.name if template else UNREGISTERED,
-            order=options.order or (template and template.config.order) or self._defaults.order,
+            order=order,
             changes=(*system.changes, *tool_changes, *hoist_changes, *document_changes, *_layout_changes(layout)),
-            note=None if documents or metadata is not None else _idle_note(system, hoist_mode, target),
+            note=_idle_note(system, hoist_mode, layout) if idle else None,
             observation=observation,
         )
 
     def _observation(self, body: ChatRequest, tenant: str, system: _System) -> Observation | None:
-        """What to learn from: the first system message, where no registered template has its form."""
+        """What to learn from: the first system message, where no registered template has its form.
+
+        One that holds documents teaches nothing: they differ from request to request too.
+        """
         mode = (body.headstart and body.headstart.hoist) or self._defaults.hoist
         leading = system.messages[0]
-        if self._learned is None or system.filled is not None or not leading.is_system:
+        if self._learned is None or system.filled is not None or system.pasted is not None or not leading.is_system:
             return None
         if mode not in ("suggest", "apply"):
             return None
@@ -119,31 +131,46 @@ class Canonicalizer:
 
     def _settle_system(self, messages: tuple[Message, ...], options: HeadstartOptions) -> _System:
         """Normalize system texts, then find out which template the first one was made from or make it from one."""
-        changes: tuple[Change, ...] = ()
+        given = messages
         if self._defaults.text:
-            messages, changes = normalize_system_messages(messages)
+            messages = normalize_system_messages(messages)
         leading = messages[0] if messages[0].is_system else None
         if options.template is None:
             if options.fields is not None:
                 raise InvalidRequestError("headstart.fields needs headstart.template.", param="headstart.template")
-            return _System(messages, self._templates.recognize(leading.content) if leading else None, changes)
+            return _recognized(given, messages, self._templates.recognize(leading.content) if leading else None)
         if leading is None:
             filled = self._templates.fill(options.template, options.fields or {})
             text = normalize_text(filled.text) if self._defaults.text else filled.text
-            return _System((Message("system", text), *messages), filled, changes)
+            return _System((Message("system", text), *messages), filled, text_changes(given, messages))
         if options.fields is not None:
             raise InvalidRequestError(
                 "Give either a system message or headstart.fields: the template makes the system message.",
                 param="headstart.fields",
             )
-        values = self._templates.named(options.template).match(leading.content)
-        if values is None:
+        read = self._templates.named(options.template).read(leading.content)
+        if read is None:
             raise InvalidRequestError(
                 f"messages[0] has not the form of template {options.template!r}; leave it out and give "
                 "headstart.fields instead.",
                 param="messages[0].content",
             )
-        return _System(messages, FilledTemplate(self._templates.named(options.template), values), changes)
+        return _recognized(given, messages, read)
+
+
+def _recognized(given: tuple[Message, ...], messages: tuple[Message, ...], filled: FilledTemplate | None) -> _System:
+    """Put documents in the leading system message back as they were ``given``: of those only the order is ours."""
+    pasted = None
+    if messages[0].is_system:
+        text = messages[0].content
+        if filled is not None:
+            filled = with_original_documents(filled, given[0].content)
+            text = filled.text
+        else:
+            pasted = pasted_into_system(text, given[0].content)
+            text = text if pasted is None else pasted.text(pasted.documents)
+        messages = (messages[0].with_content(text), *messages[1:])
+    return _System(messages, filled, text_changes(given, messages), pasted=pasted)
 
 
 def _hoist(
@@ -159,21 +186,23 @@ def _hoist(
 
 
 def _layout_changes(layout: Layout) -> tuple[Change, ...]:
-    return (Change("layout", _describe(layout.documents)),) if layout.documents else ()
+    if not layout.documents:
+        return ()
+    count = f"{len(layout.documents)} document(s)"
+    if layout.pasted is not None:
+        return (Change("documents", f"{count} recognised in the text of messages[{layout.pasted.message}]"),)
+    return (Change("layout", f"{count} laid out before the question of the last user message"),)
 
 
-def _describe(documents: Sequence[Document]) -> str:
-    return f"{len(documents)} document(s) laid out before the question of the last user message"
-
-
-def _idle_note(system: _System, mode: HoistMode, target: int | None) -> str:
+def _idle_note(system: _System, mode: HoistMode, layout: Layout) -> str:
     filled = system.filled
+    documents = "no documents" if layout.pasted is None else "documents in the text keep their order"
     if filled is None:
-        return "no documents, and no registered template has the form of the system message"
+        return f"{documents}, and no registered template has the form of the system message"
     if mode == "off":
-        return "no documents, and hoist is off"
-    if target is None:
-        return "no documents, and no user message to carry the template's fields"
+        return f"{documents}, and hoist is off"
+    if last_user_message(layout.messages) is None:
+        return f"{documents}, and no user message to carry the template's fields"
     if system.learned and mode != "apply":
-        return f"no documents, and the fields found in the system message stay in place, as hoist is {mode}"
-    return f"no documents, and template {filled.template.name} has no field to move"
+        return f"{documents}, and the fields found in the system message stay in place, as hoist is {mode}"
+    return f"{documents}, and template {filled.template.name} has no field to move"

@@ -62,7 +62,8 @@ class TemplateRegistry:
         """
         template = self.named(name)
         _check_values(template, values)
-        return FilledTemplate(template, {field: values[field] for field in template.fields})
+        documents = values.get(template.documents_slot, "") if template.documents_slot else ""
+        return FilledTemplate(template, {field: values[field] for field in template.fields}, documents)
 
     def named(self, name: str) -> Template:
         """The template called ``name`` or ``NAME@VERSION``. Raises ``InvalidRequestError`` when there is none."""
@@ -77,9 +78,9 @@ class TemplateRegistry:
     def recognize(self, text: str) -> FilledTemplate | None:
         """Which template ``text`` was made from; of several the one with most text of its own."""
         for template in self._most_specific_first:
-            values = template.match(text)
-            if values is not None:
-                return FilledTemplate(template, values)
+            filled = template.read(text)
+            if filled is not None:
+                return filled
         return None
 
 
@@ -92,6 +93,8 @@ def _check_values(template: Template, values: Mapping[str, str]) -> None:
                 param=f"headstart.fields.{field}",
             )
     for field, value in values.items():
+        if field == template.documents_slot:
+            continue
         if field not in template.fields:
             declared = ", ".join(template.fields) or "no field"
             raise InvalidRequestError(

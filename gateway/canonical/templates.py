@@ -24,6 +24,9 @@ MAX_VALUE_CHARS: Final = 1024
 UNREGISTERED: Final = "unregistered"
 """Stands for the template of requests that none of the registered ones made."""
 
+_DOCUMENT_SLOTS: Final = frozenset({"context", "context_str", "documents"})
+"""What LangChain and LlamaIndex call the place of documents in a prompt, and we."""
+
 _TOKEN: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _FIELD_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -33,7 +36,8 @@ class Template(msgspec.Struct, frozen=True):
 
     ``slots`` names a field per gap, so a field used twice stands there twice; ``fields`` are the names in the order
     in which they first appear. ``config`` says what else is wanted of its requests. Versions of one name count from 1;
-    a template of the configuration has version 0, it changes only with a restart.
+    a template of the configuration has version 0, it changes only with a restart. ``documents_slot`` is the gap where
+    the application pastes documents, if it does so in its system message; it is no field.
     """
 
     name: str
@@ -42,13 +46,15 @@ class Template(msgspec.Struct, frozen=True):
     fields: tuple[str, ...]
     config: TemplateConfig
     version: int = 0
+    documents_slot: str | None = None
 
     @classmethod
     def compile(cls, name: str, config: TemplateConfig, *, normalize: bool, version: int = 0) -> Template:
         """Parse the text of ``[templates.NAME]``, normalized first when request texts are (see ``text``).
 
         Raises:
-            ConfigError: a brace is unmatched, a field's name is no identifier, or two fields touch.
+            ConfigError: a brace is unmatched, a field's name is no identifier, two fields touch, or what is said of
+                documents cannot be.
         """
         source = normalize_text(config.system) if normalize else config.system
         literals: list[str] = []
@@ -80,19 +86,62 @@ class Template(msgspec.Struct, frozen=True):
         literals.append(literal + source[end:])
         if not any(literals):
             raise ConfigError(f"templates.{name}.system has no text of its own.")
-        return cls(name, tuple(literals), tuple(slots), tuple(dict.fromkeys(slots)), config, version)
+        documents_slot = _documents_slot(name, config, slots)
+        fields = tuple(field for field in dict.fromkeys(slots) if field != documents_slot)
+        return cls(name, tuple(literals), tuple(slots), fields, config, version, documents_slot)
 
     @property
     def literal_chars(self) -> int:
         """How much text is the template's own: the more, the more specific it is."""
         return sum(map(len, self.literals))
 
-    def fill(self, values: Mapping[str, str]) -> str:
-        """The system text with ``values`` in place. Every field must have one."""
+    def fill(self, values: Mapping[str, str], documents: str = "") -> str:
+        """The system text with ``values`` in place, and ``documents`` in theirs. Every field must have a value."""
+        before, after = self.around_documents(values)
+        return f"{before}{documents}{after}"
+
+    def around_documents(self, values: Mapping[str, str]) -> tuple[str, str]:
+        """The system text before and after the place of documents; all of it is before where there is none."""
         parts = [self.literals[0]]
+        before = None
         for slot, literal in zip(self.slots, self.literals[1:], strict=True):
-            parts += (values[slot], literal)
-        return "".join(parts)
+            if slot == self.documents_slot:
+                before = "".join(parts)
+                parts = [literal]
+            else:
+                parts += (values[slot], literal)
+        text = "".join(parts)
+        return (text, "") if before is None else (before, text)
+
+    def read(self, text: str) -> FilledTemplate | None:
+        """What ``text`` was filled in with, when all of it has this template's form, else None.
+
+        The documents reach from the text before them to the text behind them, both taken as far out as they go.
+        """
+        if self.documents_slot is None:
+            values = self.match(text)
+            return None if values is None else FilledTemplate(self, values)
+        gap = self.slots.index(self.documents_slot)
+        start, stop = len(self.literals[0]), len(text) - len(self.literals[-1])
+        if stop < start or not (text.startswith(self.literals[0]) and text.endswith(self.literals[-1])):
+            return None
+        given: list[tuple[str, str]] = []
+        for slot, literal in zip(self.slots[:gap], self.literals[1 : gap + 1], strict=True):
+            end = text.find(literal, start, stop)
+            if end < 0:
+                return None
+            given.append((slot, text[start:end]))
+            start = end + len(literal)
+        for slot, literal in zip(self.slots[:gap:-1], self.literals[-2:gap:-1], strict=True):
+            end = text.rfind(literal, start, stop)
+            if end < 0:
+                return None
+            given.append((slot, text[end + len(literal) : stop]))
+            stop = end
+        found: dict[str, str] = {}
+        if not all(is_value(value) and found.setdefault(slot, value) == value for slot, value in given):
+            return None
+        return FilledTemplate(self, {field: found[field] for field in self.fields}, text[start:stop])
 
     def match(self, text: str) -> dict[str, str] | None:
         """The fields' values when all of ``text`` has this template's form, else None.
@@ -136,17 +185,40 @@ def split_text(literals: Sequence[str], text: str) -> list[str] | None:
 
 
 class FilledTemplate(msgspec.Struct, frozen=True):
-    """A template together with one request's values for all of its fields."""
+    """A template together with one request's values for all of its fields, and its documents as one text."""
 
     template: Template
     values: dict[str, str]
+    documents: str = ""
 
     @property
     def text(self) -> str:
         """The system text as its application would write it."""
-        return self.template.fill(self.values)
+        return self.template.fill(self.values, self.documents)
 
 
 def is_value(value: str) -> bool:
     """Whether a field may have this value: one line, not too long."""
     return len(value) <= MAX_VALUE_CHARS and (not value or value.splitlines() == [value])
+
+
+def _documents_slot(name: str, config: TemplateConfig, slots: Sequence[str]) -> str | None:
+    """Which gap of ``slots`` is for documents. Raises ``ConfigError`` when what is said of them contradicts itself."""
+    if config.document_separator is not None and config.documents != "langchain":
+        raise ConfigError(f"templates.{name}.document_separator goes with documents = 'langchain' alone.")
+    if config.documents is None:
+        return None
+    if config.documents == "numbered" and config.order not in (None, "preserve"):
+        raise ConfigError(
+            f"templates.{name}.order must be 'preserve': the numbers of a numbered list mean places, and answers "
+            "that quote them would name other documents."
+        )
+    places = [slot for slot in slots if slot in _DOCUMENT_SLOTS]
+    if len(places) > 1:
+        raise ConfigError(f"templates.{name}.system has several places for documents: {{{'}, {'.join(places)}}}.")
+    if not places and config.documents == "langchain":
+        raise ConfigError(
+            f"templates.{name}.documents: such documents have no form of their own; mark their place in system with "
+            "{context}."
+        )
+    return places[0] if places else None

@@ -35,7 +35,7 @@ def hoist(filled: FilledTemplate) -> Hoisted:
     moved = {field: value for field, value in filled.values.items() if value != REFERENCE}
     if not moved:
         return Hoisted(filled.text, None, ())
-    system = filled.template.fill(dict.fromkeys(filled.template.fields, REFERENCE))
+    system = filled.template.fill(dict.fromkeys(filled.template.fields, REFERENCE), filled.documents)
     metadata = "Metadata: " + "; ".join(f"{field}={value}" for field, value in moved.items())
     change = Change("volatile", f"moved behind the stable part: {', '.join(moved)}")
     return Hoisted(system, metadata, (change,))

@@ -147,8 +147,11 @@ class _Conversation:
     def document_tokens(self) -> DocumentTokens | None:
         given = tuple(range(len(self.documents)))
         blocks = [document.block for document in self.documents]
+        separator = self._layout.separator
+        if separator is None:
+            return None
         with self._length_refused():
-            return self._renderer.document_tokens(self.prompt(given), blocks, self._limit - 1)
+            return self._renderer.document_tokens(self.prompt(given), blocks, self._limit - 1, separator)
 
     @contextmanager
     def _length_refused(self) -> Iterator[None]:

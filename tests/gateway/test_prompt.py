@@ -164,6 +164,42 @@ def laid_out(documents: tuple[Document, ...]) -> Layout:
 
 
 @pytest.mark.parametrize("kind", ["chatml", "headers"])
+@pytest.mark.parametrize("separator", ["\n", "\n\n", "\n\n\n", "\n---\n", "\n\n###\n\n"])
+def test_documents_have_the_same_ids_at_every_place_whatever_stands_between(
+    kind: str, separator: str, renderer: Renderer
+) -> None:
+    blocks = [document.block for document in DOCUMENTS[:3]]
+    for order in (blocks, blocks[::-1], blocks[1:] + blocks[:1]):
+        prompt = renderer(kind).render((Message("user", f"Read:{separator}{separator.join(order)}{separator}Why?"),))
+        tokens = renderer(kind).document_tokens(prompt, order, None, separator)
+        assert tokens is not None
+        assert None not in tokens.blocks
+        whole = token_bytes(renderer(kind).encode_prompt(prompt))
+        assert whole.startswith(b"".join([tokens.head, *filter(None, tokens.blocks)]))
+
+
+@pytest.mark.parametrize(
+    ("lead", "separator", "first"),
+    [
+        ("Read:", ", ", "a"),
+        ("Read: ", "\n", "a"),
+        ("Read:\n", "\n\n", "a"),
+        ("Read:\n\n", "\n\n", " a"),
+        ("", "\n\n/", "/a"),
+    ],
+)
+def test_where_a_place_could_change_a_documents_ids_it_gets_none(
+    lead: str, separator: str, first: str, renderer: Renderer
+) -> None:
+    for kind in ("chatml", "headers"):
+        blocks = [first, "b c"]
+        prompt = renderer(kind).render((Message("user", f"{lead}{separator.join(blocks)}{separator}Why?"),))
+        tokens = renderer(kind).document_tokens(prompt, blocks, None, separator)
+        whole = token_bytes(renderer(kind).encode_prompt(prompt))
+        assert tokens is None or whole.startswith(b"".join([tokens.head, *filter(None, tokens.blocks)]))
+
+
+@pytest.mark.parametrize("kind", ["chatml", "headers"])
 def test_documents_have_the_same_ids_at_every_place(kind: str, renderer: Renderer) -> None:
     documents = DOCUMENTS[:3]  # all end in ink
     for order in (documents, documents[::-1], documents[1:] + documents[:1]):

@@ -20,7 +20,11 @@ from gateway.schema import ChatRequest, CompletionRequest
 
 BLOCK = 16
 TENANT = Caller("acme")
-TEMPLATES = {"clock": TemplateConfig("Today is {date}.\nAnswer from the documents, and name the one you used.")}
+TEMPLATES = {
+    "clock": TemplateConfig("Today is {date}.\nAnswer from the documents, and name the one you used."),
+    "stuff": TemplateConfig("It is {now}. Use these:\n\n{context}", documents="langchain", order="cache-aware"),
+    "guide": TemplateConfig("Read what is given.", documents="xml", order="cache-aware"),
+}
 
 
 class Flat:
@@ -308,3 +312,35 @@ def test_changes_and_notes_hold_no_text_of_the_prompt(stage: Callable[..., Stage
         assert plan.template == "clock"
         assert {change.step for change in plan.changes} == {"text", "volatile", "documents", "order", "layout"}
         assert "ZEBRA" not in repr((plan.changes, plan.note))
+
+
+PARAGRAPHS = [f"The paragraph about {word} is long enough for three blocks. " * 4 + word for word in ("a", "b", "c")]
+
+
+def pasted(template: str, chosen: tuple[int, ...], now: str = "9") -> list[dict[str, str]]:
+    texts = [PARAGRAPHS[index] for index in chosen]
+    if template == "stuff":
+        system, user = f"It is {now}. Use these:\n\n" + "\n\n".join(texts), "Which one?"
+    else:
+        blocks = [f'<document id="d{index}">\n{text}\n</document>' for index, text in zip(chosen, texts, strict=True)]
+        system, user = "Read what is given.", "<documents>\n" + "\n".join(blocks) + "\n</documents>\n\nWhich one?"
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+
+
+@pytest.mark.parametrize("kind", ["chatml", "headers"])
+@pytest.mark.parametrize("template", ["stuff", "guide"])
+def test_pasted_documents_follow_what_is_cached_where_their_template_says_so(
+    kind: str, template: str, stage: Callable[..., Stage]
+) -> None:
+    one = stage(kind)
+    first = one.chat(messages=pasted(template, (1,)))
+    assert (first.template, first.order) == (template, "cache-aware")
+    one.computed(first)
+    second = one.chat(messages=pasted(template, (0, 1, 2), now="10"))
+    assert second.document_ids[0] == first.document_ids[0]
+    assert second.predicted_cached >= 3 * BLOCK
+    text = one.renderer.decode(second.token_ids)
+    assert [text.count(paragraph) for paragraph in PARAGRAPHS] == [1, 1, 1]
+    assert text.index(PARAGRAPHS[1]) < text.index(PARAGRAPHS[0]) < text.index(PARAGRAPHS[2])
+    assert second.token_ids == one.renderer.encode(text)
+    assert one.chat(messages=pasted(template, (0, 1, 2)), headstart={"order": "preserve"}).order == "preserve"

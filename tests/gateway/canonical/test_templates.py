@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -143,3 +145,47 @@ def test_wrong_names_and_fields_are_named(name: str, values: dict[str, str], par
 def test_recognition_of_a_hostile_text_ends() -> None:
     template = compiled("{a}x{b}x{c}x{d}x{e}y")
     assert template.match("x" * 2_000_000) is None  # a backtracking matcher would need years
+
+
+def pasting(system: str, **config: Any) -> Template:
+    return Template.compile("t", TemplateConfig(system, **config), normalize=True)
+
+
+def test_the_place_of_documents_is_no_field_and_takes_any_text() -> None:
+    template = pasting("Hi {user}.\n\n{context}\n\nIt is {now}; be kind.", documents="langchain")
+    assert (template.fields, template.documents_slot) == (("user", "now"), "context")
+    documents = "a\n\nIt is 9; be kind.\n\nb\r\n" + "x" * 5000
+    text = f"Hi Ann.\n\n{documents}\n\nIt is noon; be kind."
+    filled = template.read(text)
+    assert filled is not None
+    assert (filled.values, filled.documents, filled.text) == ({"user": "Ann", "now": "noon"}, documents, text)
+    for other in ("Hi Ann.\n\nIt is noon; be kind.", text + "!", "Hi Ann\n.\n\na\n\nIt is noon; be kind.", ""):
+        assert template.read(other) is None
+    assert pasting("Hi {context}").fields == ("context",)  # a field like others where nothing is said of documents
+
+
+@given(st.text(alphabet="ab\n {}", max_size=12), VALUE, VALUE)
+def test_what_is_read_around_documents_reproduces_the_text(documents: str, user: str, now: str) -> None:
+    template = pasting("[{user}]\n{documents}\n{now}: go", documents="xml")
+    text = template.fill({"user": user, "now": now}, documents)
+    filled = template.read(text)
+    assert filled is not None
+    assert filled.text == text
+
+
+@pytest.mark.parametrize(
+    ("system", "config", "word"),
+    [
+        ("S {context}{documents}", {"documents": "xml"}, "side by side"),
+        ("S {context} {documents}", {"documents": "xml"}, "several places"),
+        ("S {context} {context}", {"documents": "xml"}, "several places"),
+        ("S", {"documents": "langchain"}, "context"),
+        ("S {context}", {"documents": "xml", "document_separator": "-"}, "document_separator"),
+        ("S {context}", {"document_separator": "-"}, "document_separator"),
+        ("S", {"documents": "numbered", "order": "canonical"}, "places"),
+        ("S", {"documents": "numbered", "order": "cache-aware"}, "places"),
+    ],
+)
+def test_what_cannot_be_said_of_documents_is_refused(system: str, config: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        pasting(system, **config)

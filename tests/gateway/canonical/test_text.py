@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.canonical import text as text_module
 from gateway.canonical.messages import Message
-from gateway.canonical.text import normalize_system_messages, normalize_text
+from gateway.canonical.text import normalize_system_messages, normalize_text, original_span, text_changes
 
 SYSTEM = "You are helpful.\nRules: é, ü"
 
@@ -34,14 +34,16 @@ def test_l3_every_spelling_of_a_system_prompt_becomes_one(variant: str) -> None:
 def test_l3_user_and_assistant_text_is_untouched() -> None:
     code = "\ufeff```\r\n\tif x:  \r\n" + unicodedata.normalize("NFD", "é") + "\n```\n\n"
     messages = (Message("system", "S "), Message("user", code), Message("assistant", code), Message("tool", code))
-    normalized, changes = normalize_system_messages(messages)
+    normalized = normalize_system_messages(messages)
+    changes = text_changes(messages, normalized)
     assert normalized == (Message("system", "S"), *messages[1:])
     assert [change.step for change in changes] == ["text"]
 
 
 def test_text_that_is_normal_already_is_reported_as_unchanged() -> None:
     messages = (Message("developer", SYSTEM), Message("user", "hi "))
-    assert normalize_system_messages(messages) == (messages, ())
+    assert normalize_system_messages(messages) == messages
+    assert text_changes(messages, messages) == ()
 
 
 def test_leading_blanks_and_inner_blanks_keep_their_meaning() -> None:
@@ -80,3 +82,29 @@ def test_every_character_that_may_be_reordered_is_known_as_a_mark() -> None:
         decomposed = unicodedata.normalize("NFD", chr(code))
         if unicodedata.combining(decomposed[0]):
             assert text_module._is_mark(chr(code)), hex(code)
+
+
+@pytest.mark.parametrize("documents", ["d\u0301 \r\n\r\n  e\u0301\t\n", "", "one line", "\n\n", "\ufeffx"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("Answer.\n\n", ""), ("Context: ", "\n\nBe kind."), ("a \r\nb\r\n", "\r\n c \r\n\r\n"), ("\ufeffé: ", " !\n")],
+)
+def test_what_stands_between_normalized_texts_is_found_in_its_own_bytes(
+    documents: str, before: str, after: str
+) -> None:
+    around = normalize_text(before + "|").removesuffix("|"), normalize_text("|" + after).removeprefix("|")
+    span = original_span(before + documents + after, *around)
+    assert span is not None
+    assert (before + documents + after)[slice(*span)] == documents
+
+
+def test_a_span_that_cannot_be_told_is_none() -> None:
+    assert original_span("One\nTwo", "Other\n", "") is None
+    assert original_span("ab", "ab", "ab") is None
+    assert original_span("", "a\nb", "") is None
+
+
+@pytest.mark.timeout(60)
+def test_finding_a_span_in_a_hostile_text_ends() -> None:
+    text = "a\n" * 500_000
+    assert original_span(text + "b", text, "") == (1_000_000, 1_000_001)
