@@ -21,6 +21,7 @@ __all__ = [
     "DocumentFormat",
     "EngineConfig",
     "HoistMode",
+    "LayoutConfig",
     "LimitsConfig",
     "OrderMode",
     "RedisConfig",
@@ -117,6 +118,17 @@ class CanonicalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: bool = True
 
 
+class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[templates.NAME.layout]``: how structured documents and the question behind them are written.
+
+    ``document`` has ``{id}`` and ``{text}``, mostly ``{title}``, and any attribute by its name; those that it does not
+    name stand as lines before the text. ``question`` has ``{question}``. None for the usual form.
+    """
+
+    document: str | None = None
+    question: str | None = None
+
+
 class TemplateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[templates.NAME]``: a system prompt as its application writes it, ``{field}`` where values differ per request.
 
@@ -134,6 +146,7 @@ class TemplateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hoist: HoistMode | None = None
     documents: DocumentFormat | None = None
     document_separator: Annotated[str, Meta(min_length=1)] | None = None
+    layout: LayoutConfig | None = None
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"service_class": "class"}):

@@ -6,7 +6,7 @@ a citation means. Text, title and every further attribute survive byte for byte.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -16,7 +16,7 @@ import msgspec
 from gateway.errors import InvalidRequestError
 from gateway.plan import Change
 
-__all__ = ["Document", "read_documents"]
+__all__ = ["Document", "attribute_lines", "read_documents"]
 
 _sorted_json = msgspec.json.Encoder(order="sorted")
 
@@ -39,7 +39,12 @@ class Document(msgspec.Struct, frozen=True, dict=True):
         if self.written is not None:
             return self.written
         label = f"[Document {self.id}] {self.title}" if self.title else f"[Document {self.id}]"
-        return "\n".join((label, *(f"{key}: {value}" for key, value in self.attributes), self.text))
+        return "\n".join((label, *attribute_lines(self.attributes), self.text))
+
+
+def attribute_lines(attributes: Iterable[tuple[str, str]]) -> list[str]:
+    """One line for each attribute."""
+    return [f"{key}: {value}" for key, value in attributes]
 
 
 def read_documents(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[Document, ...], tuple[Change, ...]]:

@@ -1,8 +1,8 @@
 """Step 5, layout: where documents, moved values and the question stand in the conversation.
 
-The last user message becomes ``\\n\\n[Document {id}] {title}\\n{text}`` per document, then ``\\n\\nMetadata: …``, then
-``\\n\\nQuestion: {question}``; the first of its newlines is the one with which chat templates end the role line.
-Earlier turns stay as they are, since whatever was sent once may be cached.
+Unless its template says otherwise, the last user message becomes ``\\n\\n[Document {id}] {title}\\n{text}`` per
+document, then ``\\n\\nMetadata: …``, then ``\\n\\nQuestion: {question}``; the first of its newlines is the one with
+which chat templates end the role line. Earlier turns stay as they are, since whatever was sent once may be cached.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.canonical.documents import Document
+from gateway.canonical.form import QUESTION
 from gateway.canonical.messages import Message
 from gateway.canonical.recognized import Region
 
@@ -34,6 +35,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     ``messages`` are all turns; ``target`` is the index of the user message that takes ``documents`` and ``metadata``
     (None when there is neither). Documents that were ``pasted`` stay in the message where they were found.
+    ``question`` is what stands before and behind the question that follows documents.
     """
 
     messages: tuple[Message, ...]
@@ -42,6 +44,7 @@ class Layout(msgspec.Struct, frozen=True):
     metadata: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
     pasted: Pasted | None = None
+    question: tuple[str, str] = QUESTION
 
     @property
     def separator(self) -> str | None:
@@ -75,4 +78,5 @@ class Layout(msgspec.Struct, frozen=True):
         if not self.documents or self.pasted is not None:
             return question if self.metadata is None else f"{self.metadata}{SEPARATOR}{question}"
         metadata = "" if self.metadata is None else f"{SEPARATOR}{self.metadata}"
-        return f"{metadata}{SEPARATOR}Question: {question}"
+        before, after = self.question
+        return f"{metadata}{SEPARATOR}{before}{question}{after}"

@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from gateway.canonical.documents import read_documents
+from gateway.canonical.form import QUESTION
 from gateway.canonical.layout import Layout
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Observation, Source
@@ -86,7 +87,12 @@ class Canonicalizer:
             filled = self._learned.recognize(observation.source, observation.text)
             system = msgspec.structs.replace(system, filled=filled, learned=True)
         template = system.filled.template if system.filled else None
+        form = template.layout if template else None
         documents, document_changes = read_documents(body.documents or ())
+        if form is not None and form.document is not None:
+            documents = tuple(
+                msgspec.structs.replace(document, written=form.document.write(document)) for document in documents
+            )
         target = last_user_message(system.messages)
         if documents and target is None:
             raise InvalidRequestError("documents need a message with role 'user', the question.", param="documents")
@@ -101,6 +107,7 @@ class Canonicalizer:
             metadata,
             tuple(tools),
             pasted,
+            form.question if form else QUESTION,
         )
         order = options.order or (template and template.config.order) or self._defaults.order
         if pasted is not None:

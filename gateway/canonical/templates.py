@@ -6,12 +6,12 @@ parts from left to right with ``str.find``, so its cost is linear in the text wh
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
 
+from gateway.canonical.form import LayoutForm, split_braces
 from gateway.canonical.text import normalize_text
 from gateway.config import TemplateConfig
 from gateway.errors import ConfigError
@@ -27,9 +27,6 @@ UNREGISTERED: Final = "unregistered"
 _DOCUMENT_SLOTS: Final = frozenset({"context", "context_str", "documents"})
 """What LangChain and LlamaIndex call the place of documents in a prompt, and we."""
 
-_TOKEN: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
-_FIELD_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
 
 class Template(msgspec.Struct, frozen=True):
     """One compiled template: ``literals[0] slots[0] literals[1] slots[1] … literals[-1]``.
@@ -37,7 +34,8 @@ class Template(msgspec.Struct, frozen=True):
     ``slots`` names a field per gap, so a field used twice stands there twice; ``fields`` are the names in the order
     in which they first appear. ``config`` says what else is wanted of its requests. Versions of one name count from 1;
     a template of the configuration has version 0, it changes only with a restart. ``documents_slot`` is the gap where
-    the application pastes documents, if it does so in its system message; it is no field.
+    the application pastes documents, if it does so in its system message; it is no field. ``layout`` is how structured
+    documents and the question are written, where that is not the usual form.
     """
 
     name: str
@@ -47,6 +45,7 @@ class Template(msgspec.Struct, frozen=True):
     config: TemplateConfig
     version: int = 0
     documents_slot: str | None = None
+    layout: LayoutForm | None = None
 
     @classmethod
     def compile(cls, name: str, config: TemplateConfig, *, normalize: bool, version: int = 0) -> Template:
@@ -57,38 +56,19 @@ class Template(msgspec.Struct, frozen=True):
                 documents cannot be.
         """
         source = normalize_text(config.system) if normalize else config.system
-        literals: list[str] = []
-        slots: list[str] = []
-        literal, end = "", 0
-        for match in _TOKEN.finditer(source):
-            literal += source[end : match.start()]
-            end = match.end()
-            token, field = match.group(), match.group(1)
-            if token in ("{{", "}}"):
-                literal += token[0]
-            elif field is None:
+        literals, slots = split_braces(source, f"templates.{name}.system")
+        for left, right, literal in zip(slots, slots[1:], literals[1:], strict=False):
+            if not literal:
                 raise ConfigError(
-                    f"templates.{name}.system has an unmatched '{token}'; a literal one is written twice."
-                )
-            elif not _FIELD_NAME.fullmatch(field):
-                raise ConfigError(
-                    f"templates.{name}.system has the field {{{field}}}: a name is made of letters, digits and '_'."
-                )
-            elif slots and not literal:
-                raise ConfigError(
-                    f"templates.{name}.system has {{{slots[-1]}}} and {{{field}}} side by side: "
+                    f"templates.{name}.system has {{{left}}} and {{{right}}} side by side: "
                     "values cannot be told apart; put text between them or make them one field."
                 )
-            else:
-                literals.append(literal)
-                slots.append(field)
-                literal = ""
-        literals.append(literal + source[end:])
         if not any(literals):
             raise ConfigError(f"templates.{name}.system has no text of its own.")
         documents_slot = _documents_slot(name, config, slots)
         fields = tuple(field for field in dict.fromkeys(slots) if field != documents_slot)
-        return cls(name, tuple(literals), tuple(slots), fields, config, version, documents_slot)
+        layout = None if config.layout is None else LayoutForm.compile(config.layout, f"templates.{name}.layout")
+        return cls(name, tuple(literals), tuple(slots), fields, config, version, documents_slot, layout)
 
     @property
     def literal_chars(self) -> int:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gateway.canonical.registry import TemplateRegistry
 from gateway.canonical.templates import MAX_VALUE_CHARS, UNREGISTERED, Template
-from gateway.config import TemplateConfig
+from gateway.config import LayoutConfig, TemplateConfig
 from gateway.errors import ConfigError, InvalidRequestError
 
 SUPPORT = "You help {user}.\nToday is {now}. Trace: {trace}"
@@ -177,6 +177,8 @@ def test_what_is_read_around_documents_reproduces_the_text(documents: str, user:
     ("system", "config", "word"),
     [
         ("S {context}{documents}", {"documents": "xml"}, "side by side"),
+        ("S", {"layout": LayoutConfig(document="{text}")}, "layout.document"),
+        ("S", {"layout": LayoutConfig(question="Q")}, "layout.question"),
         ("S {context} {documents}", {"documents": "xml"}, "several places"),
         ("S {context} {context}", {"documents": "xml"}, "several places"),
         ("S", {"documents": "langchain"}, "context"),
