@@ -4,53 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_policy.keys import TOKEN_BYTES, BlockHash, hash_block, token_bytes
-from engine.errors import NoSpaceError
+from cache_policy.keys import BlockHash, hash_block
+from engine.block import Block, BlockTable
+from engine.errors import NoSpaceError, require
 from engine.owners import Owner
-from engine.pool import MAX_PINNED_SHARE, Block, BlockPool, PoolStats, require
+from engine.pool import MAX_PINNED_SHARE, BlockPool, PoolStats
 from engine.wire import CacheEvent
 
 __all__ = ["BlockManager", "BlockTable"]
-
-
-class BlockTable:
-    """The tokens of one sequence and the blocks that hold their K and V. Changed by its ``BlockManager`` only, except
-    that the sequence's owner appends generated tokens to ``tokens``.
-
-    ``root`` is the first parent of its keys; None makes it private: it neither reads nor publishes. ``blocks`` are
-    physical block numbers in order, empty while nothing is allocated; the K and V of the first ``computed`` tokens
-    are in them. No more than its first ``hit_limit`` tokens are taken from the cache (None: as many as there are).
-    What it publishes counts against the quota of ``owner``, where there is one.
-    """
-
-    __slots__ = (
-        "awaited",
-        "blocks",
-        "computed",
-        "contents",
-        "hit_limit",
-        "keys",
-        "owner",
-        "published",
-        "publishing",
-        "root",
-        "tokens",
-    )
-
-    def __init__(self, tokens: list[int], root: bytes | None, owner: Owner | None = None) -> None:
-        self.tokens = tokens
-        self.root = root
-        self.owner = owner
-        self.hit_limit: int | None = None
-        self.blocks: list[int] = []
-        self.computed = 0
-        # Keys and token bytes of the full blocks, kept over a preemption and while waiting: hashed once.
-        self.keys: list[bytes] = []
-        self.contents: list[bytes] = []
-        # The first ``published`` blocks carry a key; no more will when ``publishing`` is False.
-        self.published = 0
-        self.publishing = False
-        self.awaited: bytes | None = None  # the key that was last found in flight
 
 
 class BlockManager:
@@ -98,7 +59,7 @@ class BlockManager:
             return computing
         hits, collided = self._match(table)
         at = len(hits)
-        if collided or at >= self._hittable(table):
+        if collided or at >= table.hittable(self.block_size):
             return None
         computing = self._in_flight.get(table.keys[at])
         if computing is None or computing.root != table.root or computing.contents[at] != table.contents[at]:
@@ -210,7 +171,7 @@ class BlockManager:
         table.computed = computed
         full = computed // self.block_size
         if full > table.published and table.publishing:
-            self._hash_full_blocks(table)
+            table.hash_full_blocks(self.block_size, self._hash)
             self._publish(table, full)
 
     def free(self, table: BlockTable) -> None:
@@ -242,8 +203,8 @@ class BlockManager:
         room = (self.num_blocks - pins.size) * self.block_size
         if not pins.size or len(table.tokens) < room:
             return room
-        self._hash_full_blocks(table)
-        own = min(pins.common(table.keys), self._hittable(table))
+        table.hash_full_blocks(self.block_size, self._hash)
+        own = min(pins.common(table.keys), table.hittable(self.block_size))
         if table.blocks and not table.publishing:
             own = min(own, table.published)
         return room + own * self.block_size
@@ -347,28 +308,6 @@ class BlockManager:
 
     # --- inside ----------------------------------------------------------------------------------------
 
-    def _hash_full_blocks(self, table: BlockTable) -> None:
-        """Bring the table's keys up to its tokens."""
-        done, full = len(table.keys), len(table.tokens) // self.block_size
-        if done == full or table.root is None:
-            return
-        data = token_bytes(table.tokens[done * self.block_size : full * self.block_size])
-        stride = self.block_size * TOKEN_BYTES
-        contents = [data[start : start + stride] for start in range(0, len(data), stride)]
-        block_hash, keys = self._hash, table.keys
-        parent = keys[-1] if done else table.root
-        for content in contents:
-            parent = block_hash(parent, content)
-            keys.append(parent)
-        table.contents += contents
-
-    def _hittable(self, table: BlockTable) -> int:
-        """How many leading blocks an allocation may take from the cache: the last token is always computed."""
-        if table.root is None:
-            return 0
-        most = len(table.tokens) - 1
-        return (most if table.hit_limit is None else min(most, table.hit_limit)) // self.block_size
-
     def _ground(self, table: BlockTable) -> None:
         """Nothing of ``table`` is in flight any more."""
         for key in table.keys[table.published :]:
@@ -381,11 +320,11 @@ class BlockManager:
 
     def _match(self, table: BlockTable) -> tuple[list[Block], bool]:
         """The longest run of resident blocks from the start, and whether a colliding key ended it."""
-        self._hash_full_blocks(table)
+        table.hash_full_blocks(self.block_size, self._hash)
         hits: list[Block] = []
         parent: Block | None = None
         root, find = table.root, self._pool.find
-        for key, content in zip(table.keys[: self._hittable(table)], table.contents, strict=False):
+        for key, content in zip(table.keys[: table.hittable(self.block_size)], table.contents, strict=False):
             block = find(key)
             if block is None:
                 break

@@ -13,6 +13,7 @@ __all__ = [
     "ProtocolError",
     "UnsupportedModelError",
     "WorkerError",
+    "require",
 ]
 
 
@@ -66,3 +67,9 @@ class WorkerError(EngineError):
 
 class KernelError(EngineError):
     """The optional C++ kernels cannot be built or loaded; the engine computes without them."""
+
+
+def require(holds: bool, invariant: str) -> None:
+    """Raise ``InvariantError`` with the words of ``invariant`` when it does not hold."""
+    if not holds:
+        raise InvariantError(f"broken invariant: {invariant}")

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
 from engine.wire import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
-__all__ = ["CacheEventLog"]
+if TYPE_CHECKING:
+    from engine.block import Block
+
+__all__ = ["CacheEventLog", "stored_events"]
 
 
 class CacheEventLog:
@@ -55,3 +61,31 @@ class CacheEventLog:
         elif self._removed:
             self._events.append(BlockRemoved(tuple(self._removed)))
             self._removed = []
+
+
+def stored_events(blocks: Iterable[Block], block_size: int) -> tuple[CacheEvent, ...]:
+    """All these published blocks as stored events, parents first."""
+    children: dict[Block | None, list[Block]] = {}
+    for block in blocks:
+        children.setdefault(block.parent, []).append(block)
+    return tuple(
+        BlockStored(tuple(run), parent, block_size)
+        for start in children.get(None, ())
+        for parent, run in _runs(start, children)
+    )
+
+
+def _runs(start: Block, children: dict[Block | None, list[Block]]) -> Iterator[tuple[bytes | None, list[bytes]]]:
+    """Cut the tree under ``start`` into unbranched runs of keys, each with its parent's key, parents first."""
+    stack: list[tuple[bytes | None, Block]] = [(None, start)]
+    while stack:
+        parent, block = stack.pop()
+        run: list[bytes] = []
+        below: Sequence[Block] = (block,)
+        while len(below) == 1:
+            block = below[0]
+            assert block.key is not None
+            run.append(block.key)
+            below = children.get(block, ())
+        yield parent, run
+        stack += [(block.key, child) for child in below]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.pool import Block
+    from engine.block import Block
 
 __all__ = ["PinNode", "PinTree"]
 

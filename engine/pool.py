@@ -16,20 +16,21 @@ policy takes it for used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from cache_policy.policy import EvictionPolicy, create_policy
-from engine.errors import InvariantError, PinLimitError
-from engine.events import CacheEventLog
+from engine.block import Block
+from engine.errors import InvariantError, PinLimitError, require
+from engine.events import CacheEventLog, stored_events
 from engine.owners import Owner
 from engine.pins import PinNode, PinTree
-from engine.wire import BlockStored, CacheEvent
+from engine.wire import CacheEvent
 
-__all__ = ["MAX_PINNED_SHARE", "Block", "BlockPool", "PoolStats", "require"]
+__all__ = ["MAX_PINNED_SHARE", "BlockPool", "PoolStats"]
 
 MAX_PINNED_SHARE: Final = 0.5
 """Pins take at most this part of a pool, so that the rest of it can still be served."""
@@ -51,37 +52,6 @@ class PoolStats(msgspec.Struct, frozen=True):
     collisions_rejected: int
     pinned: int
     pinned_keys: int
-
-
-class Block:
-    """What the pool knows of one block. Written by the pool only. ``key`` None: not published."""
-
-    __slots__ = ("children", "content", "depth", "index", "key", "owner", "parent", "pin", "ref", "root", "tracked")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.ref = 0  # entries of live tables that name it
-        self.key: bytes | None = None
-        self.content = b""  # the bytes of its tokens, compared on every hit
-        self.parent: Block | None = None
-        self.root: bytes | None = None  # the namespace
-        self.depth = 0  # place in its chain, 0 at a root
-        self.children = 0  # published blocks whose parent it is
-        self.tracked = False  # the policy knows it
-        self.pin: PinNode | None = None  # what pins it
-        self.owner: Owner | None = None  # whose quota it counts against
-
-    @property
-    def idle(self) -> bool:
-        """Hittable, and used by nobody."""
-        return self.ref == 0 and self.key is not None
-
-    def holds(self, content: bytes, parent: Block | None, root: bytes | None) -> bool:
-        """Whether its KV is that of these tokens after that block in this namespace, whatever its key says.
-
-        The same parent stands for the same whole prefix, as parents outlive their children.
-        """
-        return self.content == content and self.parent is parent and self.root == root
 
 
 class BlockPool:
@@ -305,14 +275,7 @@ class BlockPool:
 
     def resident(self) -> tuple[CacheEvent, ...]:
         """Everything hittable now as stored events, parents first: the start of a new listener's index."""
-        children: dict[Block | None, list[Block]] = {}
-        for block in self._index.values():
-            children.setdefault(block.parent, []).append(block)
-        return tuple(
-            BlockStored(tuple(run), parent, self.block_size)
-            for start in children.get(None, ())
-            for parent, run in _runs(start, children)
-        )
+        return stored_events(self._index.values(), self.block_size)
 
     def check(self, references: Sequence[int]) -> None:
         """Verify the pool's invariants against ``references``: per block, how many table entries name it.
@@ -415,12 +378,6 @@ class BlockPool:
         return block
 
 
-def require(holds: bool, invariant: str) -> None:
-    """Raise ``InvariantError`` with the words of ``invariant`` when it does not hold."""
-    if not holds:
-        raise InvariantError(f"broken invariant: {invariant}")
-
-
 def _unpublish(block: Block) -> None:
     block.key = block.parent = block.root = None
     block.content = b""
@@ -432,19 +389,3 @@ def _unpublish(block: Block) -> None:
     if block.pin is not None:
         block.pin.block = None
         block.pin = None
-
-
-def _runs(start: Block, children: dict[Block | None, list[Block]]) -> Iterator[tuple[bytes | None, list[bytes]]]:
-    """Cut the tree under ``start`` into unbranched runs of keys, each with its parent's key, parents first."""
-    stack: list[tuple[bytes | None, Block]] = [(None, start)]
-    while stack:
-        parent, block = stack.pop()
-        run: list[bytes] = []
-        below: Sequence[Block] = (block,)
-        while len(below) == 1:
-            block = below[0]
-            assert block.key is not None
-            run.append(block.key)
-            below = children.get(block, ())
-        yield parent, run
-        stack += [(block.key, child) for child in below]

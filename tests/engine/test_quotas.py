@@ -7,9 +7,9 @@ import gc
 import pytest
 
 from cache_policy.policy import POLICY_NAMES
+from engine.block import Block
 from engine.blocks import BlockManager, BlockTable
 from engine.errors import NoSpaceError
-from engine.pool import Block
 
 BLOCK = 4
 
