@@ -8,7 +8,7 @@ import msgspec
 
 from engine.wire import Sampling, TokenLogprobs
 
-__all__ = ["Batch", "Candidate", "Chunk", "ChunkResult", "History", "Runner"]
+__all__ = ["Batch", "BlockCopy", "Candidate", "Chunk", "ChunkResult", "History", "Runner"]
 
 
 class History(msgspec.Struct, frozen=True, eq=False, weakref=True):
@@ -26,7 +26,8 @@ class Chunk(msgspec.Struct, frozen=True):
     """Consecutive tokens of one sequence to be computed in this step.
 
     ``tokens`` are the ids at positions ``start .. start+len-1``; a decode is a chunk of one token. ``block_table`` maps
-    block index to physical block and covers every position up to the end of the chunk.
+    block index to physical block and covers every position up to the end of the chunk; so does ``window_table`` for the
+    layers with a sliding window, where there are any, though what stands in it before their window means nothing.
     ``sample`` is True when the chunk reaches the sequence's end and its next token is wanted; the draw is fixed by
     ``seed`` and ``output_index`` (how many tokens this sequence has generated before), never by the rest of the batch.
 
@@ -50,17 +51,28 @@ class Chunk(msgspec.Struct, frozen=True):
     history: History | None = None
     scored: range = range(0)
     candidates: int = 0
+    window_table: list[int] = []
+
+
+class BlockCopy(msgspec.Struct, frozen=True):
+    """A block whose content is to be copied: from ``source`` to ``target``.
+
+    Likewise the blocks of the layers with a sliding window, ``window``, where there are any.
+    """
+
+    source: int
+    target: int
+    window: tuple[int, int] | None = None
 
 
 class Batch(msgspec.Struct, frozen=True):
     """One step's work: prefill chunks and decodes mixed, in scheduling order.
 
-    ``copies`` are pairs of blocks (from, to): what the first contains is copied to the second before any chunk is
-    computed. No block that is copied to is copied from in the same batch.
+    ``copies`` come before any chunk is computed. No block that is copied to is copied from in the same batch.
     """
 
     chunks: list[Chunk]
-    copies: list[tuple[int, int]] = []
+    copies: list[BlockCopy] = []
 
 
 class Candidate(msgspec.Struct, frozen=True):

@@ -12,7 +12,21 @@ __all__ = ["Block", "BlockTable"]
 class Block:
     """What the pool knows of one block. Written by the pool only. ``key`` None: not published."""
 
-    __slots__ = ("children", "content", "depth", "index", "key", "owner", "parent", "pin", "ref", "root", "tracked")
+    __slots__ = (
+        "children",
+        "companion",
+        "content",
+        "depth",
+        "index",
+        "key",
+        "owner",
+        "parent",
+        "pin",
+        "ref",
+        "root",
+        "sought",
+        "tracked",
+    )
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -26,6 +40,8 @@ class Block:
         self.tracked = False  # the policy knows it
         self.pin: PinNode | None = None  # what pins it
         self.owner: Owner | None = None  # whose quota it counts against
+        self.companion: int | None = None  # the block with the same tokens in the window pool
+        self.sought = False  # its companion is seen from where a chain ended for someone
 
     @property
     def idle(self) -> bool:
@@ -48,6 +64,9 @@ class BlockTable:
     physical block numbers in order, empty while nothing is allocated; the K and V of the first ``computed`` tokens
     are in them. No more than its first ``hit_limit`` tokens are taken from the cache (None: as many as there are).
     What it publishes counts against the quota of ``owner``, where there is one.
+
+    ``window`` are the blocks of the layers with a sliding window, in order and with numbers of their own; those before
+    ``window_start`` have been given back, and what stands in their places means nothing.
     """
 
     __slots__ = (
@@ -62,6 +81,8 @@ class BlockTable:
         "publishing",
         "root",
         "tokens",
+        "window",
+        "window_start",
     )
 
     def __init__(self, tokens: list[int], root: bytes | None, owner: Owner | None = None) -> None:
@@ -70,6 +91,8 @@ class BlockTable:
         self.owner = owner
         self.hit_limit: int | None = None
         self.blocks: list[int] = []
+        self.window: list[int] = []
+        self.window_start = 0
         self.computed = 0
         # Keys and token bytes of the full blocks, kept over a preemption and while waiting: hashed once.
         self.keys: list[bytes] = []

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cache_policy.keys import BlockHash, hash_block
+from engine.batch import BlockCopy
 from engine.block import Block, BlockTable
 from engine.errors import NoSpaceError, require
+from engine.in_flight import InFlight
 from engine.owners import Owner
 from engine.pool import MAX_PINNED_SHARE, BlockPool, PoolStats
+from engine.windows import WindowStats
 from engine.wire import CacheEvent
 
 __all__ = ["BlockManager", "BlockTable"]
@@ -23,21 +26,33 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, policy: str = "lru", *, block_hash: BlockHash = hash_block
+        self,
+        num_blocks: int,
+        block_size: int,
+        policy: str = "lru",
+        *,
+        window: int = 0,
+        window_blocks: int = 0,
+        block_hash: BlockHash = hash_block,
     ) -> None:
         """Manage ``num_blocks`` blocks of ``block_size`` tokens under the named eviction policy.
 
+        Where a model has layers that see only the last ``window`` tokens, their K and V are in ``window_blocks`` blocks
+        of their own, of which each sequence holds those that its next tokens see.
+
         Raises:
-            ValueError: a size is not positive.
+            ValueError: a size is not positive, or there are fewer window blocks than one token sees.
             cache_policy.policy.UnknownPolicyError: there is no such policy.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._pool = BlockPool(num_blocks, block_size, policy)
+        self._pool = BlockPool(num_blocks, block_size, policy, window=window, window_blocks=window_blocks)
+        self._windows = self._pool.windows
+        if self._windows is not None and window_blocks < min(num_blocks, self._windows.span):
+            raise ValueError(f"a window of {window} tokens needs {self._windows.span} blocks, not {window_blocks}")
         self._hash = block_hash
         self._live: set[BlockTable] = set()
-        # Which table is about to compute and publish a key: whoever else needs it may wait for that.
-        self._in_flight: dict[bytes, BlockTable] = {}
+        self._in_flight = InFlight()
 
     # --- for the scheduler -----------------------------------------------------------------------------
 
@@ -47,25 +62,21 @@ class BlockManager:
 
     def lookup(self, table: BlockTable) -> int:
         """How many leading tokens an allocation made now would find computed. A hint, not a reservation."""
-        return len(self._match(table)[0]) * self.block_size
+        return len(self._match(table)[1]) * self.block_size
 
     def in_flight(self, table: BlockTable) -> BlockTable | None:
         """The live table that is computing the block ``table`` would have to compute first; None when nobody is.
 
         It stays the answer until that block is published, or its table freed or kept from publishing.
         """
-        computing = None if table.awaited is None else self._in_flight.get(table.awaited)
+        computing = self._in_flight.awaited(table)
         if computing is not None:
             return computing
-        hits, collided = self._match(table)
+        _, hits, collided = self._match(table)
         at = len(hits)
         if collided or at >= table.hittable(self.block_size):
             return None
-        computing = self._in_flight.get(table.keys[at])
-        if computing is None or computing.root != table.root or computing.contents[at] != table.contents[at]:
-            return None
-        table.awaited = table.keys[at]
-        return computing
+        return self._in_flight.find(table, at)
 
     def allocate(self, table: BlockTable, headroom: int = 0) -> int:
         """Give ``table`` blocks for all its tokens, shared ones first; return how many tokens are computed already.
@@ -80,22 +91,26 @@ class BlockManager:
         if table.blocks or not table.tokens:
             raise ValueError("allocate needs a table with tokens and without blocks")
         pool = self._pool
-        hits, collided = self._match(table)
+        run, hits, collided = self._match(table)
         missing = self.blocks_for(len(table.tokens)) - len(hits)
         available = pool.available() - sum(block.ref == 0 for block in hits)
         if missing + headroom > available:
             raise NoSpaceError(missing + headroom, available)
+        windows = self._windows
+        if windows is not None:
+            windows.require_room(hits, missing, headroom + sum(windows.growth(other) for other in self._live))
         pool.collisions += collided
         # Pinned first: an eviction below must not take a block that this very request is about to use.
         for block in hits:
             pool.acquire(block)
+        if windows is not None:
+            windows.start(table, hits)
+            windows.seek(run)
         for key in table.keys[len(hits) :]:
             if pool.find(key) is None:  # the last block of a fully cached prompt is resident, yet computed again
-                pool.policy.missed(key)
-                if table.owner is not None:
-                    table.owner.policy.missed(key)
+                pool.eviction.missed(key, table.owner)
                 if not collided:  # or nothing will be published
-                    self._in_flight.setdefault(key, table)
+                    self._in_flight.announce(key, table)
         table.blocks = [block.index for block in hits]
         table.blocks += [pool.take().index for _ in range(missing)]
         table.computed = len(hits) * self.block_size
@@ -121,15 +136,31 @@ class BlockManager:
         other.keys, other.contents = [*table.keys], [*table.contents]
         for index in other.blocks:
             self._pool.acquire(self._pool.blocks[index])
+        if self._windows is not None:
+            self._windows.fork(table, other)
         self._live.add(other)
         return other
 
-    def extend(self, table: BlockTable) -> tuple[int, int] | None:
+    def reserve(self, table: BlockTable, count: int, headroom: int = 0) -> int:
+        """How many of the next ``count`` tokens can be computed now, for which the table then has all it needs.
+
+        Fewer than ``count`` where layers with a sliding window have too few blocks. Of those ``headroom`` stay
+        available, but for one.
+        """
+        windows = self._windows
+        if windows is None:
+            return count
+        missing = self.blocks_for(table.computed + count) - len(table.window)
+        available = windows.available()
+        if missing > 0:
+            windows.grow(table, min(missing, max(min(1, available), available - headroom)))
+        return min(count, len(table.window) * self.block_size - table.computed)
+
+    def extend(self, table: BlockTable) -> BlockCopy | None:
         """Make room for all the tokens of ``table``, in blocks that it may write.
 
         When the next token belongs in a block that is shared and not full, the table gets a block of its own in its
-        place. Then that is returned as (shared block, own block): its K and V have to be copied before the token is
-        computed.
+        place. Then the copy is returned that has to be made before the token is computed.
 
         Raises:
             NoSpaceError: too few blocks are empty or idle.
@@ -141,7 +172,12 @@ class BlockManager:
         missing = self.blocks_for(len(table.tokens)) - len(table.blocks)
         at = table.computed // self.block_size
         shared = at < len(table.blocks) and table.computed < len(table.tokens) and pool.blocks[table.blocks[at]].ref > 1
-        if missing <= 0 and not shared:
+        windows, wanted = self._windows, 0
+        if windows is not None:
+            wanted = max(0, self.blocks_for(len(table.tokens)) - len(table.window))
+            if wanted + shared > windows.available():
+                raise NoSpaceError(wanted + shared, windows.available())
+        if missing <= 0 and not shared and not wanted:
             return None
         if missing + shared > pool.available():
             raise NoSpaceError(missing + shared, pool.available())
@@ -150,7 +186,9 @@ class BlockManager:
             source, own = table.blocks[at], pool.take().index
             pool.release(pool.blocks[source])
             table.blocks[at] = own
-            copy = source, own
+            copy = BlockCopy(source, own, None if windows is None else windows.own(table, at))
+        if windows is not None:
+            windows.grow(table, wanted)
         table.blocks += [pool.take().index for _ in range(missing)]
         return copy
 
@@ -166,6 +204,8 @@ class BlockManager:
         """
         if not table.computed <= computed <= min(len(table.tokens), len(table.blocks) * self.block_size):
             raise ValueError(f"cannot commit {computed} tokens after {table.computed}")
+        if self._windows is not None and computed > len(table.window) * self.block_size:
+            raise ValueError(f"cannot commit {computed} tokens with window blocks for fewer")
         if computed > table.computed and self._pool.blocks[table.blocks[table.computed // self.block_size]].ref > 1:
             raise ValueError("the block after a fork is shared: extend comes before computing")
         table.computed = computed
@@ -173,16 +213,20 @@ class BlockManager:
         if full > table.published and table.publishing:
             table.hash_full_blocks(self.block_size, self._hash)
             self._publish(table, full)
+        if self._windows is not None:
+            self._windows.slide(table)
 
     def free(self, table: BlockTable) -> None:
         """Give all blocks of ``table`` back; published ones stay hittable. Freeing it again does nothing."""
         self._live.discard(table)
-        self._ground(table)
+        self._in_flight.ground(table)
         # Deepest first, so that among equals the tail of a prompt leaves the cache before its head.
         for index in reversed(table.blocks):
             self._pool.release(self._pool.blocks[index])
         table.blocks = []
         table.computed = table.published = 0
+        if self._windows is not None:
+            self._windows.drop(table)
 
     def owner(self, name: str, quota: int) -> Owner | None:
         """For a table's ``owner``: the tenant ``name``, which may have ``quota`` published blocks; None for 0.
@@ -191,11 +235,11 @@ class BlockManager:
         would be in a pool of ``quota`` blocks; when all are used or pinned it is not published, nor is what comes after
         it in the same sequence. Blocks of others never leave for it.
         """
-        return self._pool.owner(name, quota) if quota else None
+        return self._pool.eviction.owner(name, quota) if quota else None
 
     def owners(self) -> list[Owner]:
         """Tenants with a quota that have blocks or requests, those with most blocks first."""
-        return self._pool.owners()
+        return self._pool.eviction.owners()
 
     def capacity(self, table: BlockTable) -> int:
         """How many tokens the pool can hold for this sequence alone: pinned blocks of others are no room for it."""
@@ -225,6 +269,8 @@ class BlockManager:
         if not keys:
             raise ValueError("a pin needs at least one key")
         most = min(int(MAX_PINNED_SHARE * self.num_blocks), self.num_blocks - self.blocks_for(room_for))
+        if self._windows is not None and self._windows.num_blocks < self.num_blocks:
+            most = min(most, self._windows.num_blocks - self._windows.span)
         return self._pool.pin(keys, most)
 
     def unpin(self, keys: Sequence[bytes]) -> int:
@@ -238,7 +284,7 @@ class BlockManager:
     @property
     def policy(self) -> str:
         """Name of the eviction policy in force."""
-        return self._pool.policy.name
+        return self._pool.eviction.policy.name
 
     def set_policy(self, name: str) -> None:
         """Let another policy decide from now on; every block stays.
@@ -269,6 +315,10 @@ class BlockManager:
         """The pool's state and totals."""
         return self._pool.stats()
 
+    def window_stats(self) -> WindowStats | None:
+        """State and totals of the blocks of layers with a sliding window; None when there are none."""
+        return None if self._windows is None else self._windows.stats()
+
     @property
     def has_events(self) -> bool:
         """Whether ``drain_events`` would return any."""
@@ -293,6 +343,8 @@ class BlockManager:
             for index in table.blocks:
                 references[index] += 1
         self._pool.check(references)
+        if self._windows is not None:
+            self._windows.check(self._live, self._pool.blocks)
         for table in self._live:
             keys = [self._pool.blocks[index].key for index in table.blocks]
             require(bool(keys), "a live table has blocks")
@@ -301,38 +353,22 @@ class BlockManager:
             require(table.published * self.block_size <= table.computed, "published blocks are computed")
             unwritten = table.blocks[self.blocks_for(table.computed) :]
             require(all(references[index] == 1 for index in unwritten), "blocks still to be written have one owner")
-        for key, table in self._in_flight.items():
-            require(table in self._live and table.publishing, "what is in flight has a table that will publish it")
-            require(key in table.keys[table.published :], "what is in flight is still to be published")
-            require(self._pool.find(key) is None, "what is in flight is not resident")
+        self._in_flight.check(self._live, self._pool.find)
 
     # --- inside ----------------------------------------------------------------------------------------
 
-    def _ground(self, table: BlockTable) -> None:
-        """Nothing of ``table`` is in flight any more."""
-        for key in table.keys[table.published :]:
-            if self._in_flight.get(key) is table:
-                del self._in_flight[key]
-
     def _stop_publishing(self, table: BlockTable) -> None:
-        self._ground(table)
+        self._in_flight.ground(table)
         table.publishing = False
 
-    def _match(self, table: BlockTable) -> tuple[list[Block], bool]:
-        """The longest run of resident blocks from the start, and whether a colliding key ended it."""
+    def _match(self, table: BlockTable) -> tuple[list[Block], list[Block], bool]:
+        """The run of resident blocks, what of it an allocation made now would share, and whether a collision ended it.
+
+        Layers with a window can go on only where they find the window before.
+        """
         table.hash_full_blocks(self.block_size, self._hash)
-        hits: list[Block] = []
-        parent: Block | None = None
-        root, find = table.root, self._pool.find
-        for key, content in zip(table.keys[: table.hittable(self.block_size)], table.contents, strict=False):
-            block = find(key)
-            if block is None:
-                break
-            if not block.holds(content, parent, root):
-                return hits, True
-            hits.append(block)
-            parent = block
-        return hits, False
+        run, collided = self._pool.run(table)
+        return run, run if self._windows is None else run[: self._windows.usable(run)], collided
 
     def _publish(self, table: BlockTable, full: int) -> None:
         """Publish the table's blocks from ``table.published`` up to ``full``."""
@@ -357,6 +393,8 @@ class BlockManager:
                 pool.collisions += 1
                 self._stop_publishing(table)
                 return
-            self._in_flight.pop(key, None)  # whoever else is computing it
+            if self._windows is not None:
+                self._windows.publish(table, i, block)
+            self._in_flight.published(key)
             parent = block
             table.published = i + 1

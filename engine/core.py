@@ -56,7 +56,9 @@ class EngineCore:
         self._runner = runner
         self._info = info
         self._detokenizer = detokenizer
-        self._blocks = blocks or BlockManager(info.num_blocks, info.block_size, info.policy)
+        self._blocks = blocks or BlockManager(
+            info.num_blocks, info.block_size, info.policy, window=info.window, window_blocks=info.window_blocks
+        )
         self._scheduler = Scheduler(self._blocks, max_batch_tokens=info.max_batch_tokens, max_running=max_running)
         self._eos = frozenset(info.eos_token_ids)
         self._requests: dict[int, Request] = {}  # those that have not ended
@@ -192,7 +194,7 @@ class EngineCore:
 
     def _stats(self) -> dict[str, Any]:
         """``Load``'s fields and what it leaves out. Prompt tokens count once per request, when it is first admitted."""
-        pool = self._blocks.stats()
+        pool, windows = self._blocks.stats(), self._blocks.window_stats()
         return {
             **msgspec.structs.asdict(self.load()),
             "num_blocks": self._blocks.num_blocks,
@@ -202,6 +204,7 @@ class EngineCore:
             "cached_prompt_tokens": self._cached_tokens,
             "recomputed_tokens": self._scheduler.recomputed_tokens,
             "shared_in_flight": self._scheduler.shared_in_flight,
+            "window": None if windows is None else msgspec.structs.asdict(windows),
             "pinned_blocks": pool.pinned,
             "pinned_keys": pool.pinned_keys,
             "owners": {

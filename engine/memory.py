@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from engine.errors import WorkerError
+import msgspec
 
-__all__ = ["GPU_MEMORY_SHARE", "MAX_AUTO_BLOCKS", "MEMORY_SHARE", "MIN_POOL_TOKENS", "available_bytes", "pool_blocks"]
+from engine.errors import WorkerError
+from engine.windows import window_span
+
+__all__ = [
+    "GPU_MEMORY_SHARE",
+    "MAX_AUTO_BLOCKS",
+    "MEMORY_SHARE",
+    "MIN_POOL_TOKENS",
+    "PoolShape",
+    "available_bytes",
+    "pool_blocks",
+]
 
 MAX_AUTO_BLOCKS: Final = 4096
 """A pool in main memory that is sized by itself has no more blocks."""
@@ -23,38 +37,78 @@ MEMORY_SHARE: Final = 0.4
 GPU_MEMORY_SHARE: Final = 0.85
 """The same on a GPU, which serves nothing else; the rest is for activations."""
 
+_TYPICAL_TOKENS: Final = 2048
+_LEAST_WINDOW_SHARE: Final = 0.5
+
+
+class PoolShape(msgspec.Struct, frozen=True):
+    """What blocks of ``block_size`` tokens take in the layers that see everything, and in those with a window.
+
+    ``block_bytes`` and ``window_block_bytes`` are those of one block over all layers of each kind. Layers of the second
+    kind see the last ``window`` tokens; a step computes up to ``max_batch_tokens``.
+    """
+
+    block_size: int
+    block_bytes: int
+    window_block_bytes: int = 0
+    window: int = 0
+    max_batch_tokens: int = 0
+
+    def window_blocks(self, num_blocks: int) -> int:
+        """How many blocks the layers with a window get next to ``num_blocks`` of the others; 0 when there are none.
+
+        A request of ``_TYPICAL_TOKENS`` takes the same part of both; what is left keeps prefixes hittable. In any case
+        a whole step of one prompt fits, which sees a window of tokens before it.
+        """
+        if not self.window:
+            return 0
+        share = min(1.0, max(_LEAST_WINDOW_SHARE, self.window / _TYPICAL_TOKENS))
+        at_once = window_span(self.window + self.max_batch_tokens, self.block_size)
+        return min(num_blocks, max(at_once, math.ceil(share * num_blocks)))
+
+    def total_bytes(self, num_blocks: int) -> int:
+        """Memory of the whole pool."""
+        return num_blocks * self.block_bytes + self.window_blocks(num_blocks) * self.window_block_bytes
+
+    def fitting(self, size: int, most: int = sys.maxsize) -> int:
+        """How many blocks, up to ``most``, fit into ``size`` bytes."""
+        # The layers with a window get half of the others' blocks at least.
+        most = min(most, 2 * size // (self.block_bytes + self.window_block_bytes))
+        return bisect.bisect_right(range(1, most + 1), size, key=self.total_bytes)
+
+    def requests(self, num_blocks: int, tokens: int) -> int:
+        """How many requests of so many tokens find room in a pool of ``num_blocks`` at once."""
+        blocks = -(-tokens // self.block_size)
+        room = num_blocks // blocks
+        if self.window:
+            room = min(room, self.window_blocks(num_blocks) // min(blocks, window_span(self.window, self.block_size)))
+        return room
+
 
 def pool_blocks(
-    requested: int,
-    *,
-    available: int,
-    bytes_per_block: int,
-    block_size: int,
-    share: float = MEMORY_SHARE,
-    most: int = MAX_AUTO_BLOCKS,
+    requested: int, *, available: int, shape: PoolShape, share: float = MEMORY_SHARE, most: int = MAX_AUTO_BLOCKS
 ) -> int:
     """The number of blocks to make: ``requested``, or by free memory when that is 0.
 
     ``available`` is what is free after the weights are loaded, in bytes; a pool sized by itself takes at most ``share``
-    of it and ``most`` blocks. ``block_size`` is in tokens.
+    of it and ``most`` blocks.
 
     Raises:
         WorkerError: that many, or the least useful number, does not fit.
     """
-    fitting = available // bytes_per_block
     if requested:
-        if requested > fitting:
+        if shape.total_bytes(requested) > available:
             raise WorkerError(
-                f"{requested} KV blocks need {_mib(requested * bytes_per_block)}, {_mib(available)} are free: "
-                f"lower --kv-blocks to {fitting} or less, or 0 to size the pool by itself"
+                f"{requested} KV blocks need {_mib(shape.total_bytes(requested))}, {_mib(available)} are free: "
+                f"lower --kv-blocks to {shape.fitting(available)} or less, or 0 to size the pool by itself"
             )
         return requested
-    least = -(-MIN_POOL_TOKENS // block_size)
-    blocks = min(most, int(available * share) // bytes_per_block)
+    least = -(-MIN_POOL_TOKENS // shape.block_size)
+    blocks = shape.fitting(int(available * share), most)
     if blocks < least:
         raise WorkerError(
             f"too little memory: {_mib(available)} are free, and a KV pool for {MIN_POOL_TOKENS} tokens "
-            f"needs {_mib(int(least * bytes_per_block / share))}"
+            f"needs {_mib(int(shape.total_bytes(least) / share))}"
         )
     return blocks
 

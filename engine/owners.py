@@ -8,7 +8,7 @@ __all__ = ["Owner"]
 
 
 class Owner:
-    """A tenant that may have at most ``quota`` published blocks, idle and used together. Written by ``BlockPool`` only.
+    """A tenant that may have at most ``quota`` published blocks, idle and used together. Written by the pool only.
 
     Its share is run like a small pool of its own: ``policy``, of the kind that rules the whole pool, hears of its idle
     blocks and decides which of them makes room for its next one. It lives as long as it has blocks or requests.

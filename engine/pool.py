@@ -18,16 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
-from weakref import WeakValueDictionary
 
 import msgspec
 
-from cache_policy.policy import EvictionPolicy, create_policy
-from engine.block import Block
+from engine.block import Block, BlockTable
 from engine.errors import InvariantError, PinLimitError, require
 from engine.events import CacheEventLog, stored_events
+from engine.eviction import Eviction
 from engine.owners import Owner
 from engine.pins import PinNode, PinTree
+from engine.windows import WindowPool
 from engine.wire import CacheEvent
 
 __all__ = ["MAX_PINNED_SHARE", "BlockPool", "PoolStats"]
@@ -55,10 +55,14 @@ class PoolStats(msgspec.Struct, frozen=True):
 
 
 class BlockPool:
-    """The one owner of all blocks, of the key index and of the eviction policy. Not thread-safe."""
+    """The one owner of all blocks, of the key index and of who is evicted. Not thread-safe."""
 
-    def __init__(self, num_blocks: int, block_size: int, policy: str) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, policy: str, *, window: int = 0, window_blocks: int = 0
+    ) -> None:
         """A pool of ``num_blocks`` empty blocks of ``block_size`` tokens, evicting by the named policy.
+
+        With a ``window`` there is a second one, of ``window_blocks`` blocks, for layers that see so many tokens.
 
         Raises:
             ValueError: a size is not positive.
@@ -69,7 +73,7 @@ class BlockPool:
         self.blocks = [Block(index) for index in range(num_blocks)]
         self.block_size = block_size
         self.events = CacheEventLog(block_size)
-        self.policy: EvictionPolicy = create_policy(policy, num_blocks)
+        self.eviction = Eviction(self.blocks, policy)
         self.collisions = 0  # counted by whoever compares
         self.evictions = 0
         self.pins = PinTree()
@@ -78,7 +82,7 @@ class BlockPool:
         self._pinned = 0
         self._idle_pinned = 0
         self._index: dict[bytes, Block] = {}
-        self._owners: WeakValueDictionary[str, Owner] = WeakValueDictionary()
+        self.windows = WindowPool(window_blocks, block_size, window, self._forsake) if window else None
 
     def available(self) -> int:
         """Blocks that ``take`` could hand out now: empty ones, and idle ones by evicting them, but for pinned ones."""
@@ -87,6 +91,24 @@ class BlockPool:
     def find(self, key: bytes) -> Block | None:
         """The block published under ``key``. Equal keys are a hint: compare with ``Block.holds``."""
         return self._index.get(key)
+
+    def run(self, table: BlockTable) -> tuple[list[Block], bool]:
+        """The longest run of blocks that are resident for a table from its start, and whether a collision ended it.
+
+        Its keys and contents must be up to date.
+        """
+        run: list[Block] = []
+        parent: Block | None = None
+        root, find = table.root, self._index.get
+        for key, content in zip(table.keys[: table.hittable(self.block_size)], table.contents, strict=False):
+            block = find(key)
+            if block is None:
+                break
+            if not block.holds(content, parent, root):
+                return run, True
+            run.append(block)
+            parent = block
+        return run, False
 
     def take(self) -> Block:
         """A block for one table, evicting when none is empty. Callers ask ``available`` first."""
@@ -99,7 +121,7 @@ class BlockPool:
         if block.ref == 0:
             self._idle -= 1
             if block.pin is None:
-                self._withdraw(block)
+                self.eviction.withdraw(block)
             else:
                 self._idle_pinned -= 1
         block.ref += 1
@@ -114,32 +136,19 @@ class BlockPool:
         else:
             self._idle += 1
             if block.pin is None:
-                self._report_idle(block)
+                self.eviction.offer(block)
+                if self.windows is not None:
+                    self._forsake(block)
             else:
                 self._idle_pinned += 1
-
-    def owner(self, name: str, quota: int) -> Owner:
-        """The tenant of this name, whose quota of published blocks is ``quota`` from now on.
-
-        A lower one than before takes effect when the tenant publishes next.
-        """
-        owner = self._owners.get(name)
-        if owner is None:
-            owner = self._owners[name] = Owner(name, quota, type(self.policy)(quota))
-        owner.quota = quota
-        return owner
-
-    def owners(self) -> list[Owner]:
-        """Tenants with a quota that have blocks or requests, those with most blocks first."""
-        return sorted(self._owners.values(), key=lambda owner: -owner.resident)
 
     def make_room(self, owner: Owner) -> bool:
         """Evict of the owner's idle blocks until it may publish one more; False when all it has are used or pinned."""
         while owner.resident >= owner.quota:
-            index = owner.policy.victim(self._evictable)
-            if index is None:
+            block = self.eviction.victim(owner)
+            if block is None:
                 return False
-            self._empty.append(self._remove(self.blocks[index]).index)
+            self._empty.append(self._remove(block).index)
         return True
 
     def publish(
@@ -172,7 +181,9 @@ class BlockPool:
 
     def evict(self, count: int) -> list[int]:
         """Evict up to ``count`` idle blocks and return their numbers; used and pinned ones are never touched."""
-        evicted = [self._evict().index for _ in range(min(count, self._idle - self._idle_pinned))]
+        evicted: list[int] = []
+        while len(evicted) < count and self._idle > self._idle_pinned:
+            evicted.append(self._evict().index)
         self._empty += evicted
         return evicted
 
@@ -198,7 +209,7 @@ class BlockPool:
                 self._bind(node, block)
                 if block.ref == 0:
                     self._idle_pinned += 1
-                    self._withdraw(block)
+                    self.eviction.withdraw(block)
             parent = block
             resident += 1
         return resident
@@ -212,9 +223,13 @@ class BlockPool:
                 continue
             block.pin = node.block = None
             self._pinned -= 1
+            if self.windows is not None and block.companion is not None:
+                self.windows.release(block.companion)
             if block.ref == 0:
                 self._idle_pinned -= 1
-                self._report_idle(block)
+                self.eviction.offer(block)
+                if self.windows is not None:
+                    self._forsake(block)
         return len(dropped)
 
     def reset(self) -> int:
@@ -225,11 +240,11 @@ class BlockPool:
         dropped = self._idle
         self._idle = self._idle_pinned = self._pinned = 0
         for block in self._index.values():
-            _unpublish(block)
+            self._unpublish(block)
             if block.ref == 0:
                 self._empty.append(block.index)
         self._index.clear()
-        self._use(type(self.policy)(len(self.blocks)))
+        self.eviction.restart()
         self.events.cleared()
         return dropped
 
@@ -242,23 +257,7 @@ class BlockPool:
         Raises:
             cache_policy.policy.UnknownPolicyError: there is no such policy; the old one stays.
         """
-        new, old = create_policy(name, len(self.blocks)), self.policy
-        children = [block.children for block in self.blocks]
-        order: list[Block] = []
-        for _ in range(self._idle - self._idle_pinned):
-            index = old.victim(lambda i: self.blocks[i].idle and self.blocks[i].pin is None and children[i] == 0)
-            if index is None:
-                raise InvariantError(f"policy {old.name} does not know all idle blocks")
-            old.removed(index)
-            block = self.blocks[index]
-            if block.parent is not None:
-                children[block.parent.index] -= 1
-            order.append(block)
-        for block in self.blocks:
-            block.tracked = False
-        self._use(new)
-        for block in order:
-            self._report_idle(block)
+        self.eviction.replace(name, self._idle - self._idle_pinned)
 
     def stats(self) -> PoolStats:
         """The pool's state and totals."""
@@ -288,7 +287,7 @@ class BlockPool:
             require(block.key == key, f"key and block {block.index} agree")
             if block.parent is not None:
                 children[block.parent.index] += 1
-        for owner in self._owners.values():
+        for owner in self.eviction.owners():
             owned = sum(block.owner is owner for block in self.blocks)
             require(owned == owner.resident, "the blocks of an owner are counted")
         empty = set(self._empty)
@@ -313,6 +312,8 @@ class BlockPool:
                 continue
             require(self._index.get(block.key) is block, f"{name}: found under its key")
             require(block.tracked or block.ref > 0 or block.pin is not None, f"{name}: known to the policy when idle")
+            if self.windows is not None and self.eviction.evictable(block.index):
+                require(block.companion is not None, f"{name}: an idle leaf has a companion, or could not be hit")
             above = self.pins.root if block.parent is None else block.parent.pin
             wanted = None if above is None else above.children.get(block.key)
             require(block.pin is wanted, f"{name}: pinned exactly when its chain up to it is")
@@ -323,69 +324,56 @@ class BlockPool:
     def _bind(self, node: PinNode, block: Block) -> None:
         node.block, block.pin = block, node
         self._pinned += 1
-
-    def _use(self, policy: EvictionPolicy) -> None:
-        """Let ``policy`` decide from now on, and others of its kind on the owners' shares. They know no block yet."""
-        self.policy = policy
-        for owner in self._owners.values():
-            owner.policy = type(policy)(owner.quota)
-
-    def _withdraw(self, block: Block) -> None:
-        """A block that the policy knows as idle may not be chosen any more."""
-        self.policy.acquired(block.index)
-        if block.owner is not None:
-            block.owner.policy.acquired(block.index)
-
-    def _report_idle(self, block: Block) -> None:
-        """A block may be chosen by the policy, for the first time or again."""
-        policy, owner, index = self.policy, block.owner, block.index
-        if block.tracked:
-            policy.touched(index)
-            if owner is not None:
-                owner.policy.touched(index)
-            return
-        block.tracked = True
-        assert block.key is not None
-        parent = None if block.parent is None else block.parent.index
-        policy.inserted(index, parent, block.key, block.depth)
-        if owner is not None:
-            owner.policy.inserted(index, parent, block.key, block.depth)
-
-    def _evictable(self, index: int) -> bool:
-        block = self.blocks[index]
-        return block.idle and block.pin is None and block.children == 0
+        if self.windows is not None and block.companion is not None:
+            self.windows.acquire(block.companion)
 
     def _evict(self) -> Block:
         """Take the policy's victim out of the cache, see ``_remove``."""
-        index = self.policy.victim(self._evictable)
-        if index is None:
-            raise InvariantError(f"policy {self.policy.name} found no victim among {self._idle} idle blocks")
-        return self._remove(self.blocks[index])
+        block = self.eviction.victim()
+        if block is None:
+            raise InvariantError(f"policy {self.eviction.policy.name} found no victim among {self._idle} idle blocks")
+        return self._remove(block)
 
     def _remove(self, block: Block) -> Block:
         """Take an idle block out of the cache; it is in no state until the caller puts it in one."""
+        parent = self._drop(block)
+        if self.windows is not None and parent is not None:
+            self._forsake(parent)
+        return block
+
+    def _forsake(self, block: Block) -> None:
+        """Empty an idle leaf without companion, which could never be hit, and those above it that are alike then."""
+        last: Block | None = block
+        while last is not None and last.companion is None and self.eviction.evictable(last.index):
+            self._empty.append(last.index)
+            last = self._drop(last)
+
+    def _drop(self, block: Block) -> Block | None:
+        """Take an idle block out of the cache; returns its parent."""
+        parent = block.parent
         assert block.key is not None
         del self._index[block.key]
         self.events.removed(block.key)
-        self.policy.removed(block.index)
-        if block.owner is not None:
-            block.owner.policy.removed(block.index)
-        if block.parent is not None:
-            block.parent.children -= 1
-        _unpublish(block)
+        self.eviction.forget(block)
+        if parent is not None:
+            parent.children -= 1
+        self._unpublish(block)
         self._idle -= 1
         self.evictions += 1
-        return block
+        return parent
 
-
-def _unpublish(block: Block) -> None:
-    block.key = block.parent = block.root = None
-    block.content = b""
-    block.depth = block.children = 0
-    block.tracked = False
-    if block.owner is not None:
-        block.owner.resident -= 1
-        block.owner = None
-    if block.pin is not None:
-        block.pin.block = None
-        block.pin = None
+    def _unpublish(self, block: Block) -> None:
+        if self.windows is not None and block.companion is not None:
+            if block.pin is not None:
+                self.windows.release(block.companion)
+            self.windows.detach(block)
+        if block.owner is not None:
+            block.owner.resident -= 1
+            block.owner = None
+        if block.pin is not None:
+            block.pin.block = None
+            block.pin = None
+        block.key = block.parent = block.root = None
+        block.content = b""
+        block.depth = block.children = 0
+        block.tracked = block.sought = False

@@ -26,6 +26,7 @@ from engine.attention.backend import (
     StepAttention,
 )
 from engine.attention.cpp_cpu import CppCpuAttention
+from engine.attention.groups import begin_step
 from engine.attention.selection import attention_backend
 from engine.batch import Batch, Chunk, ChunkResult
 from engine.errors import UnsupportedModelError
@@ -68,6 +69,7 @@ class ModelRunner:
         *,
         dtype: str = "auto",
         num_blocks: int,
+        window_blocks: int = 0,
         block_size: int = 16,
         threads: int = 0,
         kv_dtype: str = "auto",
@@ -81,6 +83,7 @@ class ModelRunner:
             folder: configuration, tokenizer and safetensors.
             dtype: ``auto``, ``float32`` or ``bfloat16``.
             num_blocks: size of the KV pool.
+            window_blocks: size of the one for the layers with a sliding window (``ModelInfo.windowed``); 0: the same.
             block_size: tokens per block.
             threads: for arithmetic; 0 leaves it to torch. Like the allocator's it is a setting of the whole process.
             kv_dtype: of the pool: ``auto`` (the model's), ``float32``, ``bfloat16`` or ``int8``.
@@ -106,7 +109,15 @@ class ModelRunner:
         keep_freed_memory()
         pool_dtype = resolve_kv_dtype(kv_dtype, torch_dtype, device)
         self.kv_dtype = str(pool_dtype).removeprefix("torch.")
-        self._pool = KvPool(self.info.layers, num_blocks, block_size, pool_dtype, device)
+        self._pool = KvPool(
+            self.info.layers,
+            num_blocks,
+            block_size,
+            pool_dtype,
+            device,
+            windowed=self.info.windowed,
+            window_blocks=(window_blocks or num_blocks) if self.info.windowed else 0,
+        )
         backends = [backend or default]
         if device == "cpu" and backend is None and kernels and (built := kernels()):
             backends.insert(0, CppCpuAttention(built))
@@ -115,7 +126,12 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[ChunkResult]:
         """See ``engine.batch.Runner``."""
-        self._pool.copy(batch.copies)
+        copies = batch.copies
+        if copies:
+            self._pool.copy(
+                [(copy.source, copy.target) for copy in copies],
+                [copy.window for copy in copies if copy.window is not None],
+            )
         logits = _forward(batch.chunks, self._compute, self._backend, self._pool)
         return self._sampler.results(logits, batch.chunks)
 
@@ -174,10 +190,18 @@ class ModelRunner:
         """What is wrong with this way to compute, in a pool of its own; None when nothing is."""
         count, size = len(token_ids), self._pool.block_size
         table = list(range(-(-count // size)))
-        pool = KvPool(self.info.layers, len(table), size, resolve_dtype(self.dtype), self.device)
+        pool = KvPool(
+            self.info.layers,
+            len(table),
+            size,
+            resolve_dtype(self.dtype),
+            self.device,
+            windowed=self.info.windowed,
+            window_blocks=len(table) if self.info.windowed else 0,
+        )
         recorder = _RecordingBackend(way.backend, self.info.layers)
         for start, end in pairwise(sorted({0, count // 2, count - 1, count})):
-            chunk = _chunk(token_ids[start:end], start, table, sample=end == count)
+            chunk = _chunk(token_ids[start:end], start, table, table, sample=end == count)
             logits = _forward([chunk], way.forward, recorder if way.watchable else way.backend, pool)
         error = float((logits[0].float() - expected).norm() / (expected - expected.mean()).norm())
         if way.watchable:
@@ -202,7 +226,11 @@ class ModelRunner:
             return []
         tokens = self._any_tokens(length)
         tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(sequences)]
-        return [_chunk(tokens, context, table, sample=True) for table in tables]
+        most = self._pool.window_blocks
+        windows = [[block % most for block in table] if most else [] for table in tables]  # what they hold is no matter
+        return [
+            _chunk(tokens, context, table, window, sample=True) for table, window in zip(tables, windows, strict=True)
+        ]
 
 
 class _Way:
@@ -270,12 +298,15 @@ def _forward(chunks: Sequence[Chunk], compute: Forward, backend: AttentionBacken
     token_ids: list[int] = []
     positions: list[int] = []
     slices: list[SequenceSlice] = []
+    windowed: list[SequenceSlice] = []
     rows: list[int] = []
     for chunk in chunks:
         if length := len(chunk.tokens):
             offset = len(token_ids) - chunk.start
             rows += range(chunk.scored.start + offset, chunk.scored.stop + offset)
             slices.append(SequenceSlice(len(token_ids), length, chunk.start, chunk.block_table))
+            if pool.windowed:
+                windowed.append(SequenceSlice(len(token_ids), length, chunk.start, chunk.window_table))
             token_ids += chunk.tokens
             positions += range(chunk.start, chunk.start + length)
         if chunk.sample:
@@ -285,10 +316,10 @@ def _forward(chunks: Sequence[Chunk], compute: Forward, backend: AttentionBacken
         torch.tensor(token_ids, device=device),
         torch.tensor(positions, device=device),
         torch.tensor(rows, dtype=torch.long, device=device),
-        backend.begin(pool, slices),
+        begin_step(backend, pool, slices, windowed),
     )
 
 
-def _chunk(tokens: list[int], start: int, block_table: list[int], *, sample: bool) -> Chunk:
+def _chunk(tokens: list[int], start: int, block_table: list[int], window_table: list[int], *, sample: bool) -> Chunk:
     greedy = Sampling(max_tokens=1, temperature=0.0)
-    return Chunk(0, tokens, start, block_table, sample, greedy, seed=0, output_index=0)
+    return Chunk(0, tokens, start, block_table, sample, greedy, seed=0, output_index=0, window_table=window_table)

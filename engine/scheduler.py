@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from engine.batch import Chunk
+from engine.batch import BlockCopy, Chunk
 from engine.beam import BeamSearch, Branch
 from engine.blocks import BlockManager, BlockTable
 from engine.errors import NoSpaceError
@@ -139,6 +139,14 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Decide the next step; it has parts unless nothing is running or waiting."""
+        step = self._plan()
+        while not step.scheduled and self.running:
+            # Prompts that hold one another's window blocks: whoever keeps its blocks longest goes on.
+            self._preempt(max(self.running, key=_RANK))
+            step = self._plan()
+        return step
+
+    def _plan(self) -> Step:
         step = Step(self._max_batch_tokens)
         self._schedule_decodes(step)
         prefills = [sequence for sequence in self.running if not sequence.decoding]
@@ -146,7 +154,7 @@ class Scheduler:
             self._schedule_short(step, prefills)
         for sequence in prefills:
             self._schedule_waiting(step, before=sequence)
-            step.add(sequence)
+            self._add_prefill(step, sequence)
         self._schedule_waiting(step)
         while not step.scheduled and (idle := [sequence for sequence in self.running if sequence.idle]):
             self._preempt(max(idle, key=_RANK))
@@ -158,7 +166,12 @@ class Scheduler:
         while step.budget and (head := self._next_waiting()) is not None:
             if (before is not None and head.turn > before.turn) or not self._admit(head):
                 return
-            step.add(head)
+            self._add_prefill(step, head)
+
+    def _add_prefill(self, step: Step, sequence: Sequence) -> None:
+        """Schedule as many of the sequence's tokens as there are blocks for and the budget allows, possibly none."""
+        count = min(sequence.remaining, step.budget)
+        step.add(sequence, self._blocks.reserve(sequence.table, count, headroom=len(self.running)))
 
     def _schedule_decodes(self, step: Step) -> None:
         """Schedule every decode, those that would be preempted last first."""
@@ -168,7 +181,7 @@ class Scheduler:
             sequence = ranked[at]
             at += 1
             if sequence.decoding and step.budget and self._make_room(sequence, ranked, step):
-                step.add(sequence)
+                step.add(sequence, 1)
 
     def _make_room(self, sequence: Sequence, ranked: list[Sequence], step: Step) -> bool:
         """Give the sequence a block for its newest token; False when it had to be preempted itself."""
@@ -206,13 +219,13 @@ class Scheduler:
             if sequence.remaining <= budget:
                 budget -= sequence.remaining
                 prefills.remove(sequence)
-                step.add(sequence)
+                self._add_prefill(step, sequence)
         while (head := self._next_waiting()) is not None:
             table = head.table
             if len(table.tokens) - self._blocks.lookup(table) > budget or not self._admit(head):
                 break
             budget -= head.remaining
-            step.add(head)
+            self._add_prefill(step, head)
 
     def _next_waiting(self) -> Sequence | None:
         """The first in turn that has a place in its class and would not compute what a running one is computing."""
@@ -296,13 +309,12 @@ class Step:
         self.budget = budget
         self.scores = MAX_SCORED
         self.scheduled: list[Scheduled] = []
-        self.copies: list[tuple[int, int]] = []
+        self.copies: list[BlockCopy] = []
 
-    def add(self, sequence: Sequence) -> None:
-        """Schedule as many of the sequence's tokens as the budget allows, possibly none."""
+    def add(self, sequence: Sequence, count: int) -> None:
+        """Schedule up to ``count`` of the sequence's tokens, of which there are so many and within the budget."""
         table = sequence.table
         start = table.computed
-        count = min(sequence.remaining, self.budget)
         if scored := sequence.scored(start, start + count):
             if len(scored) > self.scores:
                 count = scored.start + self.scores - start
@@ -328,6 +340,7 @@ class Step:
             seed=sequence.seed,
             output_index=sequence.generated,
             history=sequence.history,
+            window_table=table.window,
             scored=sequence.scored(start, end),
             candidates=sequence.search.candidates if sequence.search is not None and end == len(table.tokens) else 0,
         )

@@ -41,8 +41,8 @@ class ScriptedRunner:
 
     def execute(self, batch: Batch) -> list[ChunkResult]:
         """Copy blocks, write every chunk's digests, then tell what each chunk wants to know."""
-        for source, target in batch.copies:
-            self.pool[target] = [*self.pool[source]]
+        for copy in batch.copies:
+            self.pool[copy.target] = [*self.pool[copy.source]]
         for chunk in batch.chunks:
             self._write(chunk)
         return [self._result(chunk) for chunk in batch.chunks]

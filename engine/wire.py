@@ -170,6 +170,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     ``max_model_len`` is the enforced limit of prompt plus output tokens: the smaller of the model's
     positions and the whole pool. ``fingerprint`` identifies the weights. ``boot_id`` changes at each start,
     so that an index of the former life is dropped. ``profile`` holds the timed steps of the warm-up.
+    Layers that see only the last ``window`` tokens (0: there are none) have ``window_blocks`` blocks of their own.
     ``root`` is the Hugging Face folder from which weights and tokenizer are loaded. ``kv_dtype`` is the format of the
     cache, and ``method`` names the code that computes, for whoever reads a log or a benchmark.
     """
@@ -190,6 +191,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     profile: tuple[StepTiming, ...] = ()
     kv_dtype: str = ""
     method: str = ""
+    window: int = 0
+    window_blocks: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -24,7 +24,14 @@ from cache_policy.policy import POLICY_NAMES
 from engine.core import EngineCore
 from engine.detokenize import IncrementalDetokenizer
 from engine.errors import EngineError, KernelError
-from engine.memory import GPU_MEMORY_SHARE, MAX_AUTO_BLOCKS, MEMORY_SHARE, available_bytes, pool_blocks
+from engine.memory import (
+    GPU_MEMORY_SHARE,
+    MAX_AUTO_BLOCKS,
+    MEMORY_SHARE,
+    PoolShape,
+    available_bytes,
+    pool_blocks,
+)
 from engine.models.catalog import check_model_folder, weight_files
 from engine.native.build import BackgroundBuild
 from engine.parent import die_with_parent
@@ -83,20 +90,27 @@ def _load(options: argparse.Namespace) -> EngineCore:
     attention_backend(options.device)  # or the error says what there is instead
     model = read_model_info(options.model)
     pool_dtype = resolve_kv_dtype(options.kv_dtype, resolve_dtype(options.dtype, options.device), options.device)
-    bytes_per_block = kv_bytes_per_block(model, pool_dtype, options.block_size)
+    shape = PoolShape(
+        block_size=options.block_size,
+        block_bytes=kv_bytes_per_block(model.full_layers, pool_dtype, options.block_size),
+        window_block_bytes=kv_bytes_per_block(model.windowed_layers, pool_dtype, options.block_size),
+        window=model.window,
+        max_batch_tokens=options.max_batch_tokens,
+    )
     weights = sum(path.stat().st_size for path in weight_files(options.model))
     num_blocks = pool_blocks(
         options.kv_blocks,
         available=max(0, (available_bytes() if on_cpu else free_device_bytes(options.device)) - weights),
-        bytes_per_block=bytes_per_block,
-        block_size=options.block_size,
+        shape=shape,
         share=options.memory_share or (MEMORY_SHARE if on_cpu else GPU_MEMORY_SHARE),
         most=MAX_AUTO_BLOCKS if on_cpu else sys.maxsize,
     )
+    window_blocks = shape.window_blocks(num_blocks)
     runner = ModelRunner(
         options.model,
         dtype=options.dtype,
         num_blocks=num_blocks,
+        window_blocks=window_blocks,
         block_size=options.block_size,
         threads=options.threads,
         kv_dtype=options.kv_dtype,
@@ -120,8 +134,19 @@ def _load(options: argparse.Namespace) -> EngineCore:
         profile=runner.profile(),
         kv_dtype=runner.kv_dtype,
         method=runner.method,
+        window=model.window,
+        window_blocks=window_blocks,
     )
     _log.info("computing with %s, cache in %s", info.method, info.kv_dtype)
+    if window_blocks:
+        _log.info(
+            "%d of %d layers see the last %d tokens only and have %d KV blocks of their own: that saves %d MiB",
+            len(model.windowed),
+            len(model.layers),
+            model.window,
+            window_blocks,
+            (num_blocks - window_blocks) * shape.window_block_bytes // 2**20,
+        )
     _log.info(
         "serving %s (%s, %s): %d KV blocks of %d tokens (%d MiB), room for %d requests of %d tokens at once, "
         "at most %d tokens per request",
@@ -130,8 +155,8 @@ def _load(options: argparse.Namespace) -> EngineCore:
         info.device,
         num_blocks,
         info.block_size,
-        num_blocks * bytes_per_block // 2**20,
-        num_blocks // -(-_EXAMPLE_TOKENS // info.block_size),
+        shape.total_bytes(num_blocks) // 2**20,
+        shape.requests(num_blocks, _EXAMPLE_TOKENS),
         _EXAMPLE_TOKENS,
         info.max_model_len,
     )

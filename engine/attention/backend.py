@@ -6,7 +6,7 @@ modules call, once per layer; it hands over to the ``StepAttention`` that the ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -88,11 +88,18 @@ class KvPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        windowed: Collection[int] = (),
+        window_blocks: int = 0,
     ) -> None:
+        """``windowed`` are the indices of layers that have ``window_blocks`` blocks, numbered apart."""
         self.num_blocks = num_blocks
+        self.window_blocks = window_blocks
+        self.windowed = frozenset(windowed)
         self.block_size = block_size
         self.dtype = dtype
-        shapes = [(num_blocks, layer.kv_heads, block_size) for layer in layers]
+        counts = [window_blocks if index in self.windowed else num_blocks for index in range(len(layers))]
+        shapes = [(count, layer.kv_heads, block_size) for count, layer in zip(counts, layers, strict=True)]
         dims = [(layer.key_dim, layer.value_dim) for layer in layers]
         self.keys, self.values = (
             [_zeros((*shape, dim[kind]), dtype, device) for shape, dim in zip(shapes, dims, strict=True)]
@@ -102,14 +109,19 @@ class KvPool:
             [_zeros(shape, torch.float32, device) for shape in shapes if dtype == torch.int8] for _ in range(2)
         )
 
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, in every layer: each pair's first block to its second, which is in no other pair."""
-        if not pairs:
-            return
-        sources, targets = torch.tensor(pairs, device=self.keys[0].device).unbind(1)
-        for tensors in (self.keys, self.values, self.key_scales, self.value_scales):
-            for tensor in tensors:
-                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+    def copy(self, pairs: Sequence[tuple[int, int]], window_pairs: Sequence[tuple[int, int]] = ()) -> None:
+        """Copy whole blocks in every layer, in windowed ones the second pairs.
+
+        Each pair's first block is copied to its second, which is in no other pair.
+        """
+        for chosen, in_window in ((pairs, False), (window_pairs, True)):
+            if not chosen:
+                continue
+            sources, targets = torch.tensor(chosen, device=self.keys[0].device).unbind(1)
+            for tensors in (self.keys, self.values, self.key_scales, self.value_scales):
+                for layer, tensor in enumerate(tensors):
+                    if (layer in self.windowed) == in_window:
+                        tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
     def rows(self, slots: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """Rows of a layer's pool seen as ``[blocks * kv_heads * block, dim]``, token by token, head by head."""

@@ -64,7 +64,7 @@ class ReferenceAttention:
 
 
 class ReferenceStep:
-    """One step: write, then gather each sequence's whole K and V token by token."""
+    """One step: write, then gather what each sequence sees, token by token."""
 
     def __init__(self, pool: KvPool, slices: Sequence[SequenceSlice]) -> None:
         self._pool = pool
@@ -80,7 +80,9 @@ class ReferenceStep:
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
         for piece in self._slices:
             end = piece.start + piece.length
-            whole = slot_mapping([SequenceSlice(0, end, 0, piece.block_table)], size)
+            window = options.sliding_window
+            first = 0 if window is None else max(0, piece.start - window + 1)
+            whole = slot_mapping([SequenceSlice(0, end - first, first, piece.block_table)], size)
             blocks, offsets = whole // size, whole % size
             keys = self._pool.keys[layer][blocks, :, offsets].transpose(0, 1)
             values = self._pool.values[layer][blocks, :, offsets].transpose(0, 1)
@@ -88,5 +90,5 @@ class ReferenceStep:
                 keys = keys * self._pool.key_scales[layer][blocks, :, offsets].T.unsqueeze(-1)
                 values = values * self._pool.value_scales[layer][blocks, :, offsets].T.unsqueeze(-1)
             rows = slice(piece.first, piece.first + piece.length)
-            output[rows] = dense_attention(query[:, rows], keys, values, piece.start, options)
+            output[rows] = dense_attention(query[:, rows], keys, values, piece.start, options, key_start=first)
         return output

@@ -9,6 +9,7 @@ import torch
 from engine.allocator import Buffers
 from engine.attention.backend import KvPool, StepAttention
 from engine.attention.cpp_cpu import CppStep
+from engine.attention.groups import step_of
 from engine.errors import InvariantError
 from engine.models.lean_weights import LeanLayer, LeanWeights
 from engine.models.packing import PackedMatrix
@@ -31,7 +32,10 @@ class KernelModel:
         self._kernels = kernels
         self._rotary = RotaryTable(weights.rotary, torch.float32)
         self._buffers = Buffers(torch.float32)
-        self._windows = list(dict.fromkeys(layer.window for layer in weights.layers))
+        # Of each kind of attention the first layer: all layers with the same window are in one group of blocks.
+        self._kinds: dict[int | None, int] = {}
+        for index, layer in enumerate(weights.layers):
+            self._kinds.setdefault(layer.window, index)
         self._packed: list[PackedMatrix] = []
         self._layers = (LayerPointers * len(weights.layers))(*map(self._layer, weights.layers))
         self._head = self._pack(weights.head, None)
@@ -62,17 +66,18 @@ class KernelModel:
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, step: StepAttention
     ) -> torch.Tensor:
-        """See ``LeanModel.forward``; ``step`` must be one of ``CppCpuAttention``."""
-        if not isinstance(step, CppStep):
-            raise InvariantError("the kernels attend by themselves")
+        """See ``LeanModel.forward``; ``step`` must be of ``CppCpuAttention``."""
+        steps = [step_of(step, layer) for layer in self._kinds.values()]
         weights, batch = self._weights, self._batch
-        self._point_at(step.pool)
         tokens, wanted = len(token_ids), len(rows)
         cos, sin = self._rotary.covering(positions)
         shape = weights.heads, weights.kv_heads, weights.dim, weights.dim
-        attentions = (AttentionArguments * len(self._windows))(
-            *(step.arguments(*shape, window) for window in self._windows)
-        )
+        attentions = (AttentionArguments * len(steps))()
+        for kind, (window, own) in enumerate(zip(self._kinds, steps, strict=True)):
+            if not isinstance(own, CppStep):
+                raise InvariantError("the kernels attend by themselves")
+            self._point_at(own.pool)  # the same for all
+            attentions[kind] = own.arguments(*shape, window)
         width, attended = weights.embedding.shape[1], weights.heads * weights.dim
         first = weights.layers[0]
         for name, count, size in (
@@ -109,7 +114,7 @@ class KernelModel:
             up=self._pack(layer.gate_up[middle:], up_bias).pointers,
             down=self._pack(layer.down, layer.down_bias).pointers,
             scaling=layer.scaling,
-            kind=self._windows.index(layer.window),
+            kind=[*self._kinds].index(layer.window),
         )
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:

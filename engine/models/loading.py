@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,6 +53,27 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def window(self) -> int:
+        """The most tokens that a layer with a sliding window sees; 0 when none sees fewer than there can be."""
+        return max((width for width in map(self.windows.__getitem__, self.windowed) if width is not None), default=0)
+
+    @property
+    def windowed(self) -> tuple[int, ...]:
+        """The layers that need the K and V of a window only."""
+        return tuple(i for i, width in enumerate(self.windows) if width is not None and width < self.max_positions)
+
+    @property
+    def windowed_layers(self) -> tuple[LayerShape, ...]:
+        """What those store per token."""
+        return tuple(self.layers[index] for index in self.windowed)
+
+    @property
+    def full_layers(self) -> tuple[LayerShape, ...]:
+        """What the others store per token."""
+        windowed = frozenset(self.windowed)
+        return tuple(shape for index, shape in enumerate(self.layers) if index not in windowed)
+
 
 def read_model_info(folder: Path) -> ModelInfo:
     """Read the configuration of a Hugging Face folder.
@@ -87,10 +108,10 @@ def read_model_info(folder: Path) -> ModelInfo:
     )
 
 
-def kv_bytes_per_block(info: ModelInfo, dtype: torch.dtype, block_size: int) -> int:
-    """Bytes that one block of ``block_size`` tokens takes over all layers, keys and values, in a pool of ``dtype``."""
-    elements = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in info.layers)
-    scales = 2 * sum(layer.kv_heads for layer in info.layers) if dtype == torch.int8 else 0
+def kv_bytes_per_block(layers: Sequence[LayerShape], dtype: torch.dtype, block_size: int) -> int:
+    """Bytes that one block of ``block_size`` tokens takes over ``layers``, keys and values, in a pool of ``dtype``."""
+    elements = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+    scales = 2 * sum(layer.kv_heads for layer in layers) if dtype == torch.int8 else 0
     return (elements * dtype.itemsize + scales * torch.float32.itemsize) * block_size
 
 

@@ -73,12 +73,19 @@ class ModelEngine(DrivenEngine):
         max_batch_tokens: int,
         max_running: int,
         threads: int,
+        window_blocks: int = 0,
         **options: Any,
     ) -> None:
         from engine.runner import ModelRunner
 
         self.runner = ModelRunner(
-            folder, dtype="float32", num_blocks=num_blocks, block_size=block_size, threads=threads, **options
+            folder,
+            dtype="float32",
+            num_blocks=num_blocks,
+            window_blocks=window_blocks,
+            block_size=block_size,
+            threads=threads,
+            **options,
         )
         model = self.runner.info
         info = EngineInfo(
@@ -95,6 +102,8 @@ class ModelEngine(DrivenEngine):
             eos_token_ids=model.eos_token_ids,
             policy="lru",
             max_batch_tokens=max_batch_tokens,
+            window=model.window,
+            window_blocks=window_blocks or num_blocks,
         )
         super().__init__(EngineCore(self.runner, info, detokenizer=lambda _stop: NoText(), max_running=max_running))
 

@@ -77,7 +77,7 @@ class Watched:
 
 
 def part(tokens: list[int], start: int, end: int, table: list[int]) -> Chunk:
-    return Chunk(1, tokens[start:end], start, table, True, Sampling(1, temperature=0.0), 0, 0)
+    return Chunk(1, tokens[start:end], start, table, True, Sampling(1, temperature=0.0), 0, 0, window_table=table)
 
 
 def some_tokens(seed: int, count: int = LENGTH) -> list[int]:

@@ -6,6 +6,7 @@ import pytest
 
 from cache_policy.policies.lru import LruPolicy
 from cache_policy.policy import BlockKey, UnknownPolicyError
+from engine.batch import BlockCopy
 from engine.blocks import BlockManager, BlockTable
 from engine.errors import InvariantError, NoSpaceError
 from engine.wire import AllBlocksCleared, BlockRemoved, BlockStored
@@ -63,7 +64,7 @@ def fork(blocks: BlockManager, count: int, root: bytes | None = ROOT) -> tuple[B
     return first, blocks.fork(first)
 
 
-def copied(blocks: BlockManager, table: BlockTable, token: int) -> tuple[int, int] | None:
+def copied(blocks: BlockManager, table: BlockTable, token: int) -> BlockCopy | None:
     """Append a token; return the copy that it takes."""
     table.tokens.append(token)
     return blocks.extend(table)
@@ -75,7 +76,7 @@ def test_d1_who_writes_first_into_a_shared_block_gets_a_copy_and_the_other_none(
     first, second = fork(blocks, 20, root)
     assert first.blocks == second.blocks
     shared = first.blocks[1]
-    assert copied(blocks, first, 111) == (shared, first.blocks[1])
+    assert copied(blocks, first, 111) == BlockCopy(shared, first.blocks[1])
     assert copied(blocks, second, 222) is None
     assert first.blocks[0] == second.blocks[0]
     assert first.blocks[1] != second.blocks[1] == shared
@@ -486,7 +487,7 @@ def test_the_policy_hears_of_the_deepest_block_first() -> None:
             heard.append((block, parent, depth))
             super().inserted(block, parent, key, depth)
 
-    blocks._pool.policy = Recorder(8)
+    blocks._pool.eviction.policy = Recorder(8)
     table = compute(blocks, tok(0, 50))
     first, second, third, _ = table.blocks
     blocks.free(table)

@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 
 from cache_policy.keys import chain_keys, hash_block
 from cache_policy.policy import POLICY_NAMES, BlockKey, EvictionPolicy
+from engine.batch import BlockCopy
 from engine.blocks import BlockManager, BlockTable
 from engine.errors import NoSpaceError, PinLimitError
 from engine.wire import AllBlocksCleared, BlockRemoved, BlockStored
@@ -40,6 +41,8 @@ SOURCES = ((0,) * 13, (0, 0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 0, 1), (0, 0, 1, 1, 1, 1
 # Prefixes are shared, diverge and come back all the time.
 PROMPTS = st.builds(lambda source, length: list(source[:length]), st.sampled_from(SOURCES), st.integers(1, 13))
 
+WINDOW = 4
+WINDOW_BLOCKS = 5
 QUOTAS = {b"one": 3, b"two": 0}
 """Of the tenants, each with a namespace of its own."""
 
@@ -52,16 +55,21 @@ class PoolModel(RuleBasedStateMachine):
 
     block_hash: Callable[[bytes, bytes], bytes] = staticmethod(hash_block)
 
+    most_pinned = NUM_BLOCKS // 2
+
     live = Bundle("live")
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = BlockManager(NUM_BLOCKS, BLOCK, block_hash=self.block_hash)
+        self.blocks = self.manager()
         self.slots: list[list[Written | None]] = [[None] * BLOCK for _ in range(NUM_BLOCKS)]
         self.tables: list[BlockTable] = []
         self.resident: dict[bytes, bytes | None] = {}  # key -> parent's key, from events alone
         self.pins: list[list[bytes]] = []
         self.hits = self.copies = self.in_flight = self.pinned = self.refused = 0  # how often each was seen
+
+    def manager(self) -> BlockManager:
+        return BlockManager(NUM_BLOCKS, BLOCK, block_hash=self.block_hash)
 
     # --- what the model knows ------------------------------------------------------------------------
 
@@ -177,16 +185,17 @@ class PoolModel(RuleBasedStateMachine):
         try:
             copy = self.blocks.extend(table)
         except NoSpaceError:
-            assert taken > NUM_BLOCKS - (-(-len(table.tokens) // BLOCK) - len(held) + 1)
+            assert self.window_is_short(table) or taken > NUM_BLOCKS - (-(-len(table.tokens) // BLOCK) - len(held) + 1)
             return False
         if copy is None:
             assert table.blocks[: len(held)] == held
         else:
-            source, target = copy
+            source, target = copy.source, copy.target
             assert sharers[source] > 1  # nobody copies what is its own
             assert not sharers[target]
             assert [target if block == source else block for block in held] == table.blocks[: len(held)]
             self.slots[target] = [*self.slots[source]]
+            self.copy_window(copy)
             self.copies += 1
         self.hear()
         return True
@@ -204,17 +213,37 @@ class PoolModel(RuleBasedStateMachine):
         self.hear()
         return other
 
+    def is_shared(self, table: BlockTable) -> bool:
+        """Whether the block of its next token is another table's too."""
+        at = table.computed // BLOCK
+        return at < len(table.blocks) and any(
+            table.blocks[at] in other.blocks for other in self.tables if other is not table
+        )
+
+    # What only a model with a window has to do.
+
+    def window_is_short(self, table: BlockTable) -> bool:
+        return False
+
+    def write_window(self, table: BlockTable, position: int) -> None: ...
+
+    def copy_window(self, copy: BlockCopy) -> None: ...
+
     @rule(table=live, count=st.sampled_from([1, 5, 13]))
     def compute(self, table: BlockTable, count: int) -> None:
-        end = min(len(table.tokens), table.computed + count)
-        if not self.extend(table):
+        forked = len(table.blocks) * BLOCK < len(table.tokens) or self.is_shared(table)
+        if forked and not self.extend(table):
             return
+        count = min(len(table.tokens) - table.computed, count)
+        end = table.computed + self.blocks.reserve(table, count)
+        self.hear()
         for position in range(table.computed, end):
             block = table.blocks[position // BLOCK]
             assert sum(block in other.blocks for other in self.tables) == 1  # never write what is shared
             self.slots[block][position % BLOCK] = self.written(table, position)
+            self.write_window(table, position)
         others = self.of_other_tenants(table)
-        publishing = table.publishing
+        publishing = table.publishing and end > table.computed
         self.blocks.commit(table, end)
         self.hear()
         assert others <= self.resident.keys()  # nobody makes room for another tenant's block
@@ -265,9 +294,9 @@ class PoolModel(RuleBasedStateMachine):
             resident = self.blocks.pin(keys)
         except PinLimitError:
             assert self.state() == before
-            assert len(wanted) > NUM_BLOCKS // 2
+            assert len(wanted) > self.most_pinned
             return
-        assert len(wanted) <= NUM_BLOCKS // 2
+        assert len(wanted) <= self.most_pinned
         if keys not in self.pins:
             self.pins.append(keys)
         assert resident == len(self.resident_part(keys))
@@ -281,6 +310,7 @@ class PoolModel(RuleBasedStateMachine):
         released = self.blocks.unpin(keys)
         assert released == len({tuple(keys[: i + 1]) for i in range(len(keys))} - left)
         assert self.blocks.unpin(keys) == 0
+        self.hear()
 
     @rule(name=st.sampled_from(POLICY_NAMES))
     def set_policy(self, name: str) -> None:
@@ -356,7 +386,7 @@ class ContraryPoolModel(PoolModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks._pool.policy = ContraryPolicy(NUM_BLOCKS)
+        self.blocks._pool.eviction.policy = ContraryPolicy(NUM_BLOCKS)
 
 
 class CollidingPoolModel(PoolModel):
@@ -366,6 +396,67 @@ class CollidingPoolModel(PoolModel):
 
     def assert_hit(self, found: int, table: BlockTable) -> None:
         assert found <= self.expected_hit(table)
+
+
+class WindowedPoolModel(PoolModel):
+    """With layers that see ``WINDOW`` tokens, and fewer blocks for them than tables could name."""
+
+    most_pinned = WINDOW_BLOCKS - 3  # what one token sees lies in three blocks at most
+
+    def manager(self) -> BlockManager:
+        self.windows: list[list[Written | None]] = [[None] * BLOCK for _ in range(WINDOW_BLOCKS)]
+        self.short = 0
+        return BlockManager(NUM_BLOCKS, BLOCK, block_hash=self.block_hash, window=WINDOW, window_blocks=WINDOW_BLOCKS)
+
+    def expected_hit(self, table: BlockTable) -> int:
+        """The longest run after which a token finds all it sees in the windowed layers too."""
+        most = super().expected_hit(table) // BLOCK
+        keys = chain_keys(table.root or b"", table.tokens, BLOCK, self.block_hash)[:most]
+        companions = {block.key: block.companion for block in self.blocks._pool.blocks}
+        count = next(
+            count
+            for count in range(most, -1, -1)
+            if all(companions[key] is not None for key in keys[max(0, count * BLOCK - WINDOW + 1) // BLOCK : count])
+        )
+        self.short += count < most
+        return count * BLOCK
+
+    def state(self) -> object:
+        return super().state(), self.blocks.window_stats(), [list(table.window) for table in self.tables]
+
+    def window_is_short(self, table: BlockTable) -> bool:
+        stats = self.blocks.window_stats()
+        assert stats is not None
+        pinned = self.protected() - self.used_keys()
+        wanted = -(-len(table.tokens) // BLOCK) - len(table.window) + self.is_shared(table)
+        return stats.used + len(pinned) + wanted > WINDOW_BLOCKS
+
+    def write_window(self, table: BlockTable, position: int) -> None:
+        block = table.window[position // BLOCK]
+        assert sum(block in other.window[other.window_start :] for other in self.tables) == 1
+        self.windows[block][position % BLOCK] = self.written(table, position)
+
+    def copy_window(self, copy: BlockCopy) -> None:
+        assert copy.window is not None
+        source, target = copy.window
+        self.windows[target] = [*self.windows[source]]
+
+    @invariant()
+    def every_sequence_finds_its_own_content(self) -> None:
+        super().every_sequence_finds_its_own_content()
+        for table in self.tables:
+            for position in range(max(0, table.computed - WINDOW + 1), table.computed):
+                block = table.window[position // BLOCK]
+                assert self.windows[block][position % BLOCK] == self.written(table, position)
+
+    @invariant()
+    def what_nobody_needs_is_empty(self) -> None:
+        stats = self.blocks.window_stats()
+        assert stats is not None
+        assert stats.used + stats.idle + stats.empty == WINDOW_BLOCKS
+        held = {block for table in self.tables for block in table.window[table.window_start :]}
+        assert held <= set(range(WINDOW_BLOCKS))
+        assert stats.used >= len(held)
 
 
 def drive(model: PoolModel, seed: int, operations: int) -> None:
@@ -422,6 +513,7 @@ WEIGHTS = {
     "pin": 2,
     "unpin": 2,
 }
+MODELS = (PoolModel, CollidingPoolModel, ContraryPoolModel, WindowedPoolModel)
 LONG = int(os.environ.get("HEADSTART_BLOCK_OPERATIONS", "0"))
 
 
@@ -429,17 +521,23 @@ LONG = int(os.environ.get("HEADSTART_BLOCK_OPERATIONS", "0"))
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("seed", range(10))
 def test_long_histories_keep_every_invariant(seed: int) -> None:
-    model = (PoolModel, CollidingPoolModel, ContraryPoolModel)[seed % 3]()
+    model = MODELS[seed % len(MODELS)]()
     drive(model, seed, LONG)
     assert model.hits > LONG // 100
     assert model.copies > LONG // 1000
     assert model.in_flight > LONG // 1000
     assert model.pinned > LONG // 1000
     assert model.refused > LONG // 1000
+    if isinstance(model, WindowedPoolModel):
+        stats = model.blocks.window_stats()
+        assert stats is not None
+        assert stats.evictions > LONG // 100
+        assert stats.released > LONG // 100
+        assert model.short > LONG // 1000
     assert model.blocks.stats().evictions > LONG // 100
 
 
-@pytest.mark.parametrize("model", [PoolModel, CollidingPoolModel, ContraryPoolModel])
+@pytest.mark.parametrize("model", MODELS)
 def test_random_histories_keep_every_invariant(model: type[PoolModel]) -> None:
     run_state_machine_as_test(
         model,

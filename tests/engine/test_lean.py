@@ -113,7 +113,7 @@ def test_the_logits_are_those_of_transformers(name: str, options: dict[str, Any]
     runner._compute = watched
     greedy, table = Sampling(1, temperature=0.0), list(range(20))
     for start, end in ((0, 50), (50, 72), (72, 73)):  # many tokens, few, one
-        runner.execute(Batch([Chunk(1, prompt[start:end], start, table, end == 73, greedy, 0, 0)]))
+        runner.execute(Batch([Chunk(1, prompt[start:end], start, table, end == 73, greedy, 0, 0, window_table=table)]))
     torch.testing.assert_close(seen[-1][0], expected, atol=2e-4, rtol=1e-3)
 
 
@@ -182,4 +182,4 @@ def test_a_cache_in_a_small_number_format_serves_and_takes_the_bytes_announced(
     assert (runner.dtype, runner.kv_dtype) == ("float32", kv_dtype)
     pool = runner._pool
     held = sum(tensor.nbytes for tensor in (*pool.keys, *pool.values, *pool.key_scales, *pool.value_scales))
-    assert held == 64 * kv_bytes_per_block(runner.info, resolve_kv_dtype(kv_dtype, torch.float32), 4)
+    assert held == 64 * kv_bytes_per_block(runner.info.layers, resolve_kv_dtype(kv_dtype, torch.float32), 4)

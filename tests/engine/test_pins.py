@@ -152,7 +152,7 @@ def test_the_policy_never_looks_at_pinned_blocks() -> None:
             return super().victim(counted)
 
     blocks = BlockManager(256, BLOCK)
-    policy = blocks._pool.policy = Counting(256)
+    policy = blocks._pool.eviction.policy = Counting(256)
     run(blocks, tok(0, 128))  # the oldest
     blocks.pin(keys(tok(0, 128)))
     for i in range(20):

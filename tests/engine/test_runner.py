@@ -299,7 +299,7 @@ def test_a_block_takes_the_bytes_that_were_announced(tiny_model: MakeModel) -> N
         for dtype in ("float32", "bfloat16"):
             runner = ModelRunner(folder, dtype=dtype, num_blocks=16, block_size=4)
             allocated = sum(tensor.nbytes for tensor in (*runner._pool.keys, *runner._pool.values))
-            assert allocated == 16 * kv_bytes_per_block(runner.info, resolve_dtype(dtype), 4)
+            assert allocated == 16 * kv_bytes_per_block(runner.info.layers, resolve_dtype(dtype), 4)
 
 
 def test_the_profile_counts_what_its_steps_computed(tiny_model: MakeModel) -> None:

@@ -58,7 +58,7 @@ def test_models_over_the_triton_kernels_are_token_equal(tiny_model: Callable[...
         check=True,
     ).stdout.splitlines()
     for line, (model, _) in zip(answers, models.values(), strict=True):
-        method, cold, warm, cached = json.loads(line)
+        method, cold, warm, cached, released = json.loads(line)
         assert method.endswith("attention triton")
         expected = []
         for prompt in prompts:
@@ -70,3 +70,4 @@ def test_models_over_the_triton_kernels_are_token_equal(tiny_model: Callable[...
         assert cold == expected
         assert warm == expected
         assert cached == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+        assert (released > 0) == (model.config.model_type == "gemma2")

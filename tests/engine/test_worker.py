@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from engine.wire import (
     frame,
     read_frame,
 )
+from engine.worker import _load, _parser
 
 DEADLINE = 120.0  # starting Python with torch on a busy machine
 VOCABULARY = 97
@@ -76,10 +78,14 @@ def tiny_llama(tiny_model: Callable[..., tuple[Any, Path]]) -> Path:
         eos_token_id=None,
     )
     _, folder = tiny_model(config)
+    add_tokenizer(folder)
+    return folder
+
+
+def add_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({f"secret{i}": i for i in range(VOCABULARY)}, unk_token="secret0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 async def connect(path: Path, process: subprocess.Popen[bytes]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -135,6 +141,29 @@ def test_a_worker_serves_a_model_until_it_is_told_to_stop(
     assert not path.exists()
     assert b"40 KV blocks of 16 tokens" in log
     assert b"secret" not in log
+
+
+def test_the_memory_announced_is_that_of_both_kinds_of_blocks(
+    tiny_model: Callable[..., tuple[Any, Path]], caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import Gemma2Config
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 256}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    _, folder = tiny_model(Gemma2Config(**sizes, **heads, sliding_window=32, bos_token_id=None, eos_token_id=None))
+    add_tokenizer(folder)
+    arguments = ["--socket", "unused", "--model", str(folder), "--served-name", "tiny", "--dtype", "float32"]
+    arguments += ["--kernels", "off", "--kv-blocks", "1024", "--max-batch-tokens", "64"]
+    with caplog.at_level(logging.INFO):
+        core = _load(_parser().parse_args(arguments))
+    assert core.info.window_blocks == 512
+    pool = core._runner._pool  # type: ignore[attr-defined]
+    held = sum(tensor.nbytes for tensor in (*pool.keys, *pool.values))
+    assert held == 24 * 2**20
+    assert "1024 KV blocks of 16 tokens (24 MiB)" in caplog.text
+    assert (
+        "1 of 2 layers see the last 32 tokens only and have 512 KV blocks of their own: that saves 8 MiB" in caplog.text
+    )
 
 
 def test_a_worker_that_cannot_serve_says_why_in_one_line(
