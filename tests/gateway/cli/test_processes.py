@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 TIMEOUT_S = 90.0
 
@@ -141,3 +144,23 @@ def test_the_demo_keeps_its_dashboard_up_until_ctrl_c(headstart: Any, tiny_model
         assert process.returncode == 0
         assert set(json.loads(out)) == {"as_is", "canonical", "model"}
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ cycler.__init__.__globals__.os.popen('touch pwned-marker').read() }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    ],
+)
+def test_k3_a_model_whose_chat_template_reaches_for_the_system_is_not_served(
+    template: str, headstart: Any, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "hostile"
+    shutil.copytree(model_folder("chatml"), folder)
+    (folder / "chat_template.jinja").write_text(template)
+    done = headstart.run("serve", "--model", str(folder), "--replica", "http://127.0.0.1:1", "--port", "0")
+    assert done.returncode == 1
+    assert "sandbox" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not [*tmp_path.rglob("pwned-marker")]
