@@ -139,6 +139,9 @@ class TemplateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``{context}``, ``{context_str}`` or ``{documents}``, else in the last user message. ``document_separator`` is what
     it joins them with (``langchain``; default: a blank line). Such documents keep the caller's order unless ``order``
     is set; the numbers of a numbered list mean places, so that it always keeps it.
+
+    ``repeat`` says what becomes of a document that stands in an earlier turn of the conversation, byte for byte: it is
+    sent in ``full`` again, or the model is told to ``refer`` to it by its label.
     """
 
     system: str
@@ -147,6 +150,7 @@ class TemplateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     documents: DocumentFormat | None = None
     document_separator: Annotated[str, Meta(min_length=1)] | None = None
     layout: LayoutConfig | None = None
+    repeat: Literal["full", "refer"] = "full"
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"service_class": "class"}):

@@ -35,7 +35,8 @@ class Layout(msgspec.Struct, frozen=True):
 
     ``messages`` are all turns; ``target`` is the index of the user message that takes ``documents`` and ``metadata``
     (None when there is neither). Documents that were ``pasted`` stay in the message where they were found.
-    ``question`` is what stands before and behind the question that follows documents.
+    ``question`` is what stands before and behind the question that follows documents, ``references`` the labels of
+    documents that earlier turns hold.
     """
 
     messages: tuple[Message, ...]
@@ -45,6 +46,7 @@ class Layout(msgspec.Struct, frozen=True):
     tools: tuple[dict[str, Any], ...] = ()
     pasted: Pasted | None = None
     question: tuple[str, str] = QUESTION
+    references: tuple[str, ...] = ()
 
     @property
     def separator(self) -> str | None:
@@ -68,14 +70,14 @@ class Layout(msgspec.Struct, frozen=True):
         )
 
     def leading_text(self, documents: Sequence[Document]) -> str:
-        """The documents, as they open the target message; empty where there are none, or they stand elsewhere."""
-        if not documents or self.pasted is not None:
+        """Documents and references, as they open the target message; empty without, or where documents are pasted."""
+        if not (documents or self.references) or self.pasted is not None:
             return ""
-        return "\n" + SEPARATOR.join([document.block for document in documents])
+        return "\n" + SEPARATOR.join([*(document.block for document in documents), *self.references])
 
     def trailing_text(self, question: str) -> str:
         """What follows the documents: the metadata line and the question, labelled only behind documents."""
-        if not self.documents or self.pasted is not None:
+        if not (self.documents or self.references) or self.pasted is not None:
             return question if self.metadata is None else f"{self.metadata}{SEPARATOR}{question}"
         metadata = "" if self.metadata is None else f"{SEPARATOR}{self.metadata}"
         before, after = self.question

@@ -9,15 +9,16 @@ from typing import Final
 
 import msgspec
 
-from gateway.canonical.documents import read_documents
+from gateway.canonical.documents import Document, read_documents
 from gateway.canonical.form import QUESTION
-from gateway.canonical.layout import Layout
+from gateway.canonical.layout import Layout, Pasted
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Observation, Source
 from gateway.canonical.messages import Message, last_user_message, read_messages
 from gateway.canonical.pasting import find_pasted, order_of_pasted, pasted_into_system, with_original_documents
 from gateway.canonical.recognized import Region
 from gateway.canonical.registry import TemplateRegistry
+from gateway.canonical.repetition import given_above, reference, reference_in_xml
 from gateway.canonical.templates import UNREGISTERED, FilledTemplate
 from gateway.canonical.text import normalize_system_messages, normalize_text, text_changes
 from gateway.canonical.tools import canonical_tools
@@ -60,6 +61,15 @@ class _System(msgspec.Struct, frozen=True):
     pasted: Region | None = None
 
 
+class _Documents(msgspec.Struct, frozen=True):
+    """The documents that may take any order, and the labels of those that earlier turns hold."""
+
+    documents: tuple[Document, ...]
+    changes: tuple[Change, ...] = ()
+    pasted: Pasted | None = None
+    references: tuple[str, ...] = ()
+
+
 class Canonicalizer:
     """The stages with the configuration's defaults and the registered templates.
 
@@ -87,38 +97,34 @@ class Canonicalizer:
             filled = self._learned.recognize(observation.source, observation.text)
             system = msgspec.structs.replace(system, filled=filled, learned=True)
         template = system.filled.template if system.filled else None
-        form = template.layout if template else None
-        documents, document_changes = read_documents(body.documents or ())
-        if form is not None and form.document is not None:
-            documents = tuple(
-                msgspec.structs.replace(document, written=form.document.write(document)) for document in documents
-            )
         target = last_user_message(system.messages)
-        if documents and target is None:
+        if body.documents and target is None:
             raise InvalidRequestError("documents need a message with role 'user', the question.", param="documents")
         hoist_mode = options.hoist or (template and template.config.hoist) or self._defaults.hoist
         messages, metadata, hoist_changes = _hoist(system, hoist_mode, target)
         tools, tool_changes = canonical_tools(body.tools or ()) if self._defaults.text else (body.tools or [], ())
-        pasted = None if documents else find_pasted(messages, system.filled, system.pasted, target)
+        settled = _settle_documents(body, system, messages, target)
+        structured = settled.pasted is None and bool(settled.documents or settled.references)
         layout = Layout(
             messages,
-            target if documents or metadata is not None else None,
-            documents if pasted is None else pasted.region.documents,
+            target if structured or metadata is not None else None,
+            settled.documents,
             metadata,
             tuple(tools),
-            pasted,
-            form.question if form else QUESTION,
+            settled.pasted,
+            template.layout.question if template and template.layout else QUESTION,
+            settled.references,
         )
         order = options.order or (template and template.config.order) or self._defaults.order
-        if pasted is not None:
+        if settled.pasted is not None:
             order = order_of_pasted(template.config if template else None, options.order)
-        idle = not documents and metadata is None and (pasted is None or order == "preserve")
+        idle = not structured and metadata is None and (settled.pasted is None or order == "preserve")
         return CanonicalPrompt(
             layout=layout,
             filled=system.filled,
             template=template.name if template else UNREGISTERED,
             order=order,
-            changes=(*system.changes, *tool_changes, *hoist_changes, *document_changes, *_layout_changes(layout)),
+            changes=(*system.changes, *tool_changes, *hoist_changes, *settled.changes, *_layout_changes(layout)),
             note=_idle_note(system, hoist_mode, layout) if idle else None,
             observation=observation,
         )
@@ -190,6 +196,42 @@ def _hoist(
         return system.messages, None, (Change("volatile", f"found and left in place, as hoist is {mode}: {found}"),)
     hoisted = hoist(system.filled)
     return (system.messages[0].with_content(hoisted.system), *system.messages[1:]), hoisted.metadata, hoisted.changes
+
+
+def _settle_documents(
+    body: ChatRequest, system: _System, messages: tuple[Message, ...], target: int | None
+) -> _Documents:
+    """Read the body's documents, else find pasted ones; those given in earlier turns may be referred to."""
+    template = system.filled.template if system.filled else None
+    form = template.layout.document if template and template.layout else None
+    refer = template is not None and template.config.repeat == "refer"
+    documents, changes = read_documents(body.documents or ())
+    if not documents:
+        pasted = find_pasted(messages, system.filled, system.pasted, target)
+        if pasted is None:
+            return _Documents((), changes)
+        given = given_above(pasted.region.documents, messages[: pasted.message]) if refer else frozenset[int]()
+        if template is None or template.config.documents != "xml":
+            given = frozenset()  # others have no label by which they could be referred to
+        documents = tuple(
+            reference_in_xml(document) if index in given else document
+            for index, document in enumerate(pasted.region.documents)
+        )
+        return _Documents(documents, _reference_changes(given), pasted)
+    if form is not None:
+        documents = tuple(msgspec.structs.replace(document, written=form.write(document)) for document in documents)
+    given = given_above(documents, messages[:target]) if refer else frozenset()
+    return _Documents(
+        tuple(document for index, document in enumerate(documents) if index not in given),
+        (*changes, *_reference_changes(given)),
+        references=tuple(reference(documents[index], form) for index in sorted(given)),
+    )
+
+
+def _reference_changes(given: frozenset[int]) -> tuple[Change, ...]:
+    if not given:
+        return ()
+    return (Change("documents", f"referred to {len(given)} document(s) that stand in earlier turns already"),)
 
 
 def _layout_changes(layout: Layout) -> tuple[Change, ...]:
