@@ -52,6 +52,17 @@ def test_b1_b2_a_repeated_prompt_hits_all_but_its_last_tokens_and_gives_the_same
         assert answer.tokens == expected(prompt, 4)
 
 
+def test_a_block_is_hit_only_behind_the_prefix_that_it_was_computed_after() -> None:
+    engine = ScriptedEngine()
+    first, second, end = noise(1, 16), noise(2, 16), noise(3, 16)
+    engine.ask([*first, *noise(4, 17)])
+    engine.ask([*second, *end, 5])
+    mixed = engine.start([*first, *end, 5])
+    engine.run()
+    assert mixed.cached_tokens == 16
+    assert mixed.tokens == expected([*first, *end, 5], 4)
+
+
 def test_generated_tokens_are_hit_by_the_next_turn() -> None:
     engine = ScriptedEngine()
     first = engine.start(tok(0, 20), 28)

@@ -298,6 +298,16 @@ def test_m1_recomputing_a_preempted_request_counts_no_hits() -> None:
     assert engine.runner.computed_tokens == 12 * 159 + stats["recomputed_tokens"]
 
 
+def test_what_a_preempted_request_has_published_it_finds_again() -> None:
+    engine = ScriptedEngine(8)
+    first, second = engine.start(noise(1, 32), 20), engine.start(noise(2, 64), 20)
+    engine.run()
+    assert engine.load.preemptions == 1
+    assert engine.stats()["recomputed_tokens"] == 16  # of 80: one of its blocks had to be evicted
+    assert engine.runner.computed_tokens == 32 + 64 + 2 * 19 + 16
+    assert (first.tokens, second.tokens) == (expected(noise(1, 32), 20), expected(noise(2, 64), 20))
+
+
 def test_m2_a_waiting_request_is_counted_once_when_it_is_admitted() -> None:
     engine = ScriptedEngine(24)
     warm = noise(0, 65)
