@@ -14,14 +14,17 @@ from gateway.api.errors import EXCEPTION_HANDLERS
 from gateway.api.eviction import set_policy, show_policy, show_whatif
 from gateway.api.exchange import name_response
 from gateway.api.health import health, ready, version
+from gateway.api.learned import list_proposals, switch_proposal
 from gateway.api.models import detokenize, list_models, show_model, tokenize
 from gateway.api.openai import generation_routes
 from gateway.api.operations import list_replicas, reset_cache
 from gateway.api.statistics import admin_stats, prometheus
 from gateway.api.templates import create_template, delete_template, list_templates, show_template
+from gateway.canonical.learning.proposals import TemplateProposals
 from gateway.dashboard import routes as dashboard
 from gateway.dashboard.feed import Feed
 from gateway.service import Gateway
+from gateway.stats.metrics import Exposition, LearningCollector
 from gateway.stats.statistics import Statistics
 
 __all__ = ["create_app"]
@@ -46,6 +49,12 @@ def create_app(gateway: Gateway) -> Litestar:
     def provide_statistics() -> Statistics:
         return gateway.statistics
 
+    def provide_exposition() -> Exposition:
+        return Exposition(gateway.statistics, LearningCollector(gateway.learner))
+
+    def provide_proposals() -> TemplateProposals:
+        return gateway.proposals
+
     def provide_feed() -> Feed:
         return feed
 
@@ -63,6 +72,8 @@ def create_app(gateway: Gateway) -> Litestar:
             show_whatif,
             create_template,
             delete_template,
+            list_proposals,
+            switch_proposal,
             dashboard.events,
         ],
         guards=[for_operator],
@@ -77,6 +88,8 @@ def create_app(gateway: Gateway) -> Litestar:
         dependencies={
             "gateway": Provide(provide_gateway, sync_to_thread=False),
             "statistics": Provide(provide_statistics, sync_to_thread=False),
+            "exposition": Provide(provide_exposition, sync_to_thread=False),
+            "proposals": Provide(provide_proposals, sync_to_thread=False),
             "feed": Provide(provide_feed, sync_to_thread=False),
         },
         state=State({"gateway": gateway}),

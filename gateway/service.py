@@ -13,6 +13,7 @@ import structlog
 
 from engine.wire import EngineInfo
 from gateway.canonical.learning.learner import TemplateLearner
+from gateway.canonical.learning.proposals import TemplateProposals
 from gateway.config import ClassConfig, Config, TenantConfig, WhatIfConfig
 from gateway.configuration import check_config, local_engines, remote_replicas, served_model_name
 from gateway.errors import OverloadedError
@@ -66,6 +67,7 @@ class Gateway:
         self.whatif: Final = self._ghosts(config.whatif) if config.whatif.enabled else None
         self.recorder: Final = TraceRecorder(config.trace) if config.trace.folder is not None else None
         self.learner: Final = TemplateLearner()
+        self.proposals: Final = TemplateProposals(self.learner, config.canonical.hoist)
         self.path: Final = RequestPath(
             model=model,
             secret=_secret(config),

@@ -1,6 +1,7 @@
 """The statistics for programs: JSON for people's own tools, and Prometheus.
 
-Both belong to the operator: whoever mounts them guards them. They take a dependency named ``statistics``.
+Both belong to the operator: whoever mounts them guards them. They take a dependency named ``statistics`` and one
+named ``exposition``.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from litestar import Response, get
 from litestar.di import NamedDependency
 from litestar.params import FromQuery, QueryParameter
 
-from gateway.stats import metrics
 from gateway.stats.aggregate import KEEP_MINUTES
+from gateway.stats.metrics import CONTENT_TYPE, Exposition
 from gateway.stats.snapshot import Grouping, Snapshot
 from gateway.stats.statistics import Statistics
 
@@ -35,6 +36,6 @@ def admin_stats(
 
 
 @get("/metrics", sync_to_thread=False)
-def prometheus(statistics: NamedDependency[Statistics]) -> Response[bytes]:
+def prometheus(exposition: NamedDependency[Exposition]) -> Response[bytes]:
     """Prometheus exposition of this gateway."""
-    return Response(metrics.render(statistics), media_type=metrics.CONTENT_TYPE)
+    return Response(exposition.render(), media_type=CONTENT_TYPE)

@@ -16,11 +16,12 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 import gateway
+from gateway.canonical.learning.learner import MAX_WEIGHT, TemplateLearner
 from gateway.replicas.base import ReplicaState
 from gateway.stats.statistics import Statistics
 from gateway.stats.sums import BUCKETS_PER_DOUBLING, Labels, Sums, bucket_bound
 
-__all__ = ["CONTENT_TYPE", "render"]
+__all__ = ["CONTENT_TYPE", "Exposition", "LearningCollector"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
 
@@ -35,12 +36,39 @@ _COUNTERS = (
 _TTFT_BUCKETS = range(0, 18 * BUCKETS_PER_DOUBLING + 1, BUCKETS_PER_DOUBLING)
 
 
-def render(statistics: Statistics) -> bytes:
-    """The scrape body, of type ``CONTENT_TYPE``."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_StatisticsCollector(statistics))
-    ProcessCollector(registry=registry)
-    return generate_latest(registry)
+class Exposition:
+    """What a scrape shows: the statistics, this process, and what ``collectors`` add."""
+
+    def __init__(self, statistics: Statistics, *collectors: Collector) -> None:
+        self._collectors = (_StatisticsCollector(statistics), *collectors)
+
+    def render(self) -> bytes:
+        """The scrape body, of type ``CONTENT_TYPE``."""
+        registry = CollectorRegistry(auto_describe=False)
+        for collector in self._collectors:
+            registry.register(collector)
+        ProcessCollector(registry=registry)
+        return generate_latest(registry)
+
+
+class LearningCollector(Collector):
+    """What learning templates holds, and how many texts it has read."""
+
+    def __init__(self, learner: TemplateLearner) -> None:
+        self._learner = learner
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of one scrape."""
+        learner = self._learner
+        read = CounterMetricFamily("headstart_learning_texts", "System texts that templates were learned from.")
+        read.add_metric((), learner.observed)
+        yield read
+        for name, text, value in (
+            ("templates", "Learned templates with a volatile field.", sum(1 for _ in learner.templates())),
+            ("sources", "Sources whose texts are compared.", learner.sources),
+            ("tokens", f"Tokens held to learn templates; bounded by {MAX_WEIGHT}.", learner.weight),
+        ):
+            yield GaugeMetricFamily(f"headstart_learning_{name}", text, value=float(value))
 
 
 class _StatisticsCollector(Collector):

@@ -4,6 +4,7 @@ import { HitRateChart, PrefillChart, TtftChart } from "./charts.js";
 import { Eviction } from "./eviction.js";
 import { follow } from "./feed.js";
 import { Headline } from "./headline.js";
+import { Learned } from "./learned.js";
 import { Empty, Notices, Unlock } from "./messages.js";
 import { Pool } from "./pool.js";
 import { Tables } from "./tables.js";
@@ -81,6 +82,7 @@ function App() {
 function Figures({ update, theme, adminKey }) {
   const { snapshot, series, ever, eviction } = update;
   const said = WINDOWS[update.window].said;
+  const keyHeader = adminKey ? { authorization: `Bearer ${adminKey}` } : {};
   const pool = html`<${Pool} replicas=${snapshot.replicas} said=${said} />`;
   if (ever === 0) return html`<${Empty} snapshot=${snapshot} keyed=${adminKey !== null} />${pool}`;
   return html`
@@ -91,7 +93,8 @@ function Figures({ update, theme, adminKey }) {
       <${TtftChart} series=${series} theme=${theme} />
     </section>
     ${pool}
-    <${Eviction} eviction=${eviction} keyHeader=${adminKey ? { authorization: `Bearer ${adminKey}` } : {}} />
+    <${Eviction} eviction=${eviction} keyHeader=${keyHeader} />
+    <${Learned} keyHeader=${keyHeader} />
     <${Tables} snapshot=${snapshot} said=${said} />
   `;
 }

@@ -22,6 +22,10 @@ from litestar.exceptions import NotAuthorizedException
 from litestar.handlers import BaseRouteHandler
 
 from engine.wire import EngineInfo
+from gateway.api.learned import list_proposals, switch_proposal
+from gateway.canonical.learning.learner import TemplateLearner
+from gateway.canonical.learning.observation import Source
+from gateway.canonical.learning.proposals import TemplateProposals
 from gateway.config import RedisConfig, WhatIfConfig
 from gateway.dashboard.feed import Feed
 from gateway.dashboard.routes import asset, events, page
@@ -54,6 +58,7 @@ class Site:
     def __init__(self, key: str | None = None) -> None:
         self.statistics = Statistics(RedisConfig(url="redis://localhost:1"))
         self.eviction = EvictionControl({}, "lru")
+        self.learner = TemplateLearner(salt=7)
         self.whatif = WhatIf(WhatIfConfig(policies=("s3fifo",)), policy=lambda: self.eviction.policy, seconds=_seconds)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -65,6 +70,8 @@ class Site:
 
     def start(self) -> None:
         feed = Feed(self.statistics, self.eviction, self.whatif)
+        proposals = TemplateProposals(self.learner, "suggest")
+        learned = (list_proposals, switch_proposal)
 
         def wants_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
             if self._key is not None and connection.headers.get("authorization") != f"Bearer {self._key}":
@@ -74,8 +81,11 @@ class Site:
             return Response({"error": {"message": error.detail}}, status_code=401)
 
         app = Litestar(
-            [page, asset, Router("/", route_handlers=[events, self._switch()], guards=[wants_key])],
-            dependencies={"feed": Provide(lambda: feed, sync_to_thread=False)},
+            [page, asset, Router("/", route_handlers=[events, self._switch(), *learned], guards=[wants_key])],
+            dependencies={
+                "feed": Provide(lambda: feed, sync_to_thread=False),
+                "proposals": Provide(lambda: proposals, sync_to_thread=False),
+            },
             exception_handlers={NotAuthorizedException: refused},
         )
         self._server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="error"))
@@ -260,3 +270,39 @@ def test_the_policy_is_switched_where_its_alternatives_are_shown(site: Site, bro
         section.get_by_text("Now s3fifo.").wait_for()
         section.get_by_role("rowheader", name="s3fifo (in force)").wait_for()
         tab.get_by_role("img", name=re.compile("lru → s3fifo")).wait_for()
+
+
+def _teach(site: Site) -> None:
+    """Two templates: fields of two shapes, and a variant that stays where it is."""
+    prompts = (
+        "You are the help desk bot of Initech. Today is {now}. User: {user}. Answer by the documents, <b>{style}</b>.",
+        "You compare two answers and name the better one. Trace: {trace}. Never tell which one came first.",
+    )
+    for number in range(40):
+        user = f"{('Oz', 'Lux')[number % 2]} {number:03}"
+        values = {"now": f"2026-03-02 08:00:{number:02}", "user": user, "trace": f"{number:032x}"}
+        for prompt in prompts:
+            text = prompt.format(style=("at length", "briefly")[number % 2], **values)
+            site.learner.observe(Source("default", "m"), text)
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_found_fields_are_shown_with_their_evidence_and_switched(site: Site, browser: Any, width: int) -> None:
+    site.record(4)
+    with opened(browser, site.url, width=width) as tab:
+        section = tab.get_by_role("region", name="Volatile fields found in system prompts of no registered template")
+        section.get_by_text("None in 0 prompts").wait_for()
+        _teach(site)
+        tab.reload()
+        proposal = section.get_by_role("article").filter(has_text="help desk bot")
+        proposal.get_by_text("time date-time: about").wait_for()
+        assert proposal.locator("mark").all_inner_texts() == ["time", "user", "…"]
+        assert "<b>" in proposal.locator("pre").inner_text()
+        assert "2026-03-02" not in tab.locator("main").inner_text()
+        proposal.get_by_role("button", name="Move the fields").click()
+        section.get_by_role("status").get_by_text("moved from now on.").wait_for()
+        proposal.get_by_text("moved", exact=True).wait_for()
+        proposal.get_by_role("button", name="Leave it alone").click()
+        proposal.get_by_text("left alone", exact=True).wait_for()
+        assert {site.learner.decision(template.id) for _, template in site.learner.templates()} == {"off", None}
+        assert tab.evaluate("document.documentElement.scrollWidth") == width

@@ -20,6 +20,7 @@ from gateway.config import RedisConfig
 from gateway.dashboard.feed import WINDOWS, Feed
 from gateway.dashboard.routes import asset, page
 from gateway.eviction import EvictionControl
+from gateway.stats.metrics import Exposition
 from gateway.stats.record import RequestRecord
 from gateway.stats.statistics import Statistics
 
@@ -35,7 +36,10 @@ def statistics() -> Statistics:
 def client(statistics: Statistics) -> Iterator[TestClient[Litestar]]:
     app = Litestar(
         [page, asset, admin_stats, prometheus],
-        dependencies={"statistics": Provide(lambda: statistics, sync_to_thread=False)},
+        dependencies={
+            "statistics": Provide(lambda: statistics, sync_to_thread=False),
+            "exposition": Provide(lambda: Exposition(statistics), sync_to_thread=False),
+        },
     )
     with TestClient(app) as client:
         yield client

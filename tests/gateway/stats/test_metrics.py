@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.wire import EngineInfo, Load, StepTiming
 from gateway.config import RedisConfig
 from gateway.replicas.base import ReplicaState
-from gateway.stats.metrics import render
+from gateway.stats.metrics import Exposition
 from gateway.stats.statistics import Statistics
 
 Record = Callable[..., Any]
@@ -26,7 +26,7 @@ class FakeReplica:
 
 def scrape(statistics: Statistics) -> dict[str, list[tuple[dict[str, str], float]]]:
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(render(statistics).decode()):
+    for family in text_string_to_metric_families(Exposition(statistics).render().decode()):
         for sample in family.samples:
             samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     return samples
