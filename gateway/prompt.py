@@ -19,8 +19,9 @@ from tokenizers import Tokenizer
 from cache_policy.keys import TOKEN_BYTES
 from gateway.canonical.messages import Message
 from gateway.chat_template import ChatTemplate
+from gateway.document_cuts import cut_at_documents
 from gateway.errors import ConfigError, InvalidRequestError
-from gateway.segments import CutRule, SegmentEncoder, TooManyTokens, cut_rule, is_ink, refuse_hopeless
+from gateway.segments import SegmentEncoder, TooManyTokens, cut_rule, refuse_hopeless
 from gateway.spelling import TokenSpellings
 
 __all__ = ["DocumentTokens", "PromptRenderer", "PromptText"]
@@ -124,27 +125,19 @@ class PromptRenderer:
         None when this tokenizer, or what stands before them, gives a document other ids at another place.
         Raises ``TooManyTokens`` as soon as there are more than ``limit``.
         """
-        encoder, text = self._encoder(prompt), prompt.text
-        start = _position(text, blocks, separator)
-        if encoder.rule is CutRule.NEVER or start is None:
+        encoder = self._encoder(prompt)
+        start = _position(prompt.text, blocks, separator)
+        cuts = None if start is None else cut_at_documents(encoder.rule, prompt.text, start, blocks, separator)
+        if cuts is None:
             return None
-        if encoder.rule is CutRule.AFTER_NEWLINES:
-            if text[start - 1 : start] != "\n" or separator[-1] != "\n" or not all(map(_begins_word, blocks)):
-                return None
-            head = text[:start]
-            pieces: Iterable[str | None] = (f"{block}{separator}" for block in blocks)
-        else:
-            before = start - len(separator)
-            if separator[0] != "\n" or before < 1 or not text.startswith(separator, before):
-                return None
-            if not is_ink(text[before - 1]):
-                return None
-            head = text[:before]
-            pieces = (f"{separator}{block}" if is_ink(block[-1]) else None for block in blocks)
-        tokens = DocumentTokens(encoder.encode_to_bytes(head, limit), [])
+
+        def encoded(pieces: Sequence[str]) -> bytes:
+            return b"".join([encoder.encode_to_bytes(piece, limit) for piece in pieces])
+
+        tokens = DocumentTokens(encoded(cuts.head), [])
         size = len(tokens.head)
-        for piece in pieces:
-            tokens.blocks.append(None if piece is None else encoder.encode_to_bytes(piece, limit))
+        for pieces in cuts.documents:
+            tokens.blocks.append(None if pieces is None else encoded(pieces))
             size += len(tokens.blocks[-1] or b"")
             if limit is not None and size > limit * TOKEN_BYTES:
                 raise TooManyTokens(size // TOKEN_BYTES)
@@ -283,11 +276,6 @@ def _template_call(call: dict[str, Any]) -> dict[str, Any]:
     except msgspec.DecodeError:
         return call
     return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
-
-
-def _begins_word(block: str) -> bool:
-    """Whether a text is certain to be a word of its own behind newlines: some patterns take a slash along with them."""
-    return block[0] != "/" and is_ink(block[0])
 
 
 def _position(text: str, blocks: Sequence[str], separator: str) -> int | None:

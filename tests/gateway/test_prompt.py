@@ -178,12 +178,29 @@ def test_documents_have_the_same_ids_at_every_place_whatever_stands_between(
         assert whole.startswith(b"".join([tokens.head, *filter(None, tokens.blocks)]))
 
 
+@pytest.mark.parametrize("kind", ["chatml", "headers"])
+@pytest.mark.parametrize("lead", ["Read:\n", "Read: \n", "---\n", "a\n\n\n", "1\n\t\n", "\n"])
+@pytest.mark.parametrize("separator", ["\n\n", "\n", "\n\n\n", "\n---\n", "\n \n"])
+def test_also_where_other_newlines_stand_before_the_first_document_than_between_them(
+    kind: str, lead: str, separator: str, renderer: Renderer
+) -> None:
+    blocks = ["First text.", "Its end is blank: ", "« quoted »", "Fin\n\n"]
+    for order in (blocks, blocks[::-1], blocks[2:] + blocks[:2]):
+        prompt = renderer(kind).render((Message("user", f"{lead}{separator.join(order)}{separator}Why?"),))
+        tokens = renderer(kind).document_tokens(prompt, order, None, separator)
+        assert tokens is not None
+        whole = token_bytes(renderer(kind).encode_prompt(prompt))
+        if None not in tokens.blocks:
+            assert whole.startswith(b"".join([tokens.head, *filter(None, tokens.blocks)]))
+
+
 @pytest.mark.parametrize(
     ("lead", "separator", "first"),
     [
         ("Read:", ", ", "a"),
         ("Read: ", "\n", "a"),
-        ("Read:\n", "\n\n", "a"),
+        ("Read:\n\n\n", "\n\n", "2"),
+        ("Read:\n", "\n\n", "²"),
         ("Read:\n\n", "\n\n", " a"),
         ("", "\n\n/", "/a"),
     ],

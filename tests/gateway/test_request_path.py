@@ -24,6 +24,7 @@ TEMPLATES = {
     "clock": TemplateConfig("Today is {date}.\nAnswer from the documents, and name the one you used."),
     "stuff": TemplateConfig("It is {now}. Use these:\n\n{context}", documents="langchain", order="cache-aware"),
     "guide": TemplateConfig("Read what is given.", documents="xml", order="cache-aware"),
+    "nodes": TemplateConfig("It is {now}. Answer.", documents="llama-index", order="cache-aware"),
 }
 
 
@@ -321,6 +322,10 @@ def pasted(template: str, chosen: tuple[int, ...], now: str = "9") -> list[dict[
     texts = [PARAGRAPHS[index] for index in chosen]
     if template == "stuff":
         system, user = f"It is {now}. Use these:\n\n" + "\n\n".join(texts), "Which one?"
+    elif template == "nodes":
+        nodes = [f"id: d{index}\n\n{text}" for index, text in zip(chosen, texts, strict=True)]
+        rule = "-" * 21
+        system, user = f"It is {now}. Answer.", f"Context:\n{rule}\n" + "\n\n".join(nodes) + f"\n{rule}\nWhich one?"
     else:
         blocks = [f'<document id="d{index}">\n{text}\n</document>' for index, text in zip(chosen, texts, strict=True)]
         system, user = "Read what is given.", "<documents>\n" + "\n".join(blocks) + "\n</documents>\n\nWhich one?"
@@ -328,7 +333,7 @@ def pasted(template: str, chosen: tuple[int, ...], now: str = "9") -> list[dict[
 
 
 @pytest.mark.parametrize("kind", ["chatml", "headers"])
-@pytest.mark.parametrize("template", ["stuff", "guide"])
+@pytest.mark.parametrize("template", ["stuff", "guide", "nodes"])
 def test_pasted_documents_follow_what_is_cached_where_their_template_says_so(
     kind: str, template: str, stage: Callable[..., Stage]
 ) -> None:
