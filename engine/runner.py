@@ -58,9 +58,9 @@ class ModelRunner:
     """The ``engine.batch.Runner`` with a real model. Owns the weights and the KV pool; one thread calls it.
 
     ``info`` says what is served, ``dtype``, ``kv_dtype`` and ``device`` in which precision and where, ``fingerprint``
-    with which weights, ``method`` by which code. At start it proves on a short text that the logits are those of the
-    model with its own attention: what differs is not used, and when nothing is left the model is refused instead of
-    served wrongly.
+    with which weights, ``method`` by which code, ``packed_bytes`` how large the kernels' weights are (None without
+    kernels). At start it proves on a short text that the logits are those of the model with its own attention: what
+    differs is not used, and when nothing is left the model is refused instead of served wrongly.
     """
 
     def __init__(
@@ -121,7 +121,9 @@ class ModelRunner:
         backends = [backend or default]
         if device == "cpu" and backend is None and kernels and (built := kernels()):
             backends.insert(0, CppCpuAttention(built))
-        self.method, self._compute, self._backend = self._prove(model, backends)
+        way = self._prove(model, backends)
+        self.method, self._compute, self._backend = way.method, way.forward, way.backend
+        self.packed_bytes = way.packed_bytes
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[ChunkResult]:
@@ -156,9 +158,7 @@ class ModelRunner:
     # --- inside ----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _prove(
-        self, model: PreTrainedModel, backends: Sequence[AttentionBackend]
-    ) -> tuple[str, Forward, AttentionBackend]:
+    def _prove(self, model: PreTrainedModel, backends: Sequence[AttentionBackend]) -> _Way:
         """Compute a short text with the model's own attention and with ours; the first way that agrees is taken."""
         token_ids = self._any_tokens(min(_PROOF_TOKENS, self.info.max_positions))
         try:
@@ -168,7 +168,7 @@ class ModelRunner:
             for way in self._ways(model, backends):
                 reason = self._disagreement(token_ids, expected.float(), way)
                 if reason is None:
-                    return way.method, way.forward, way.backend
+                    return way
                 _log.warning("%s: %s is not used: %s", self.info.architecture, way.method, reason)
         except TypeError as error:
             raise UnsupportedModelError(f"{self.info.architecture} cannot be called as needed: {error}") from error
@@ -180,7 +180,7 @@ class ModelRunner:
         for attention in backends:
             if weights is not None and isinstance(attention, CppCpuAttention) and self.dtype == "float32":
                 compiled = KernelModel(weights, attention.kernels)
-                yield _Way("lean forward (kernels)", compiled.forward, attention, watchable=False)
+                yield _Way("lean forward (kernels)", compiled.forward, attention, compiled.weight_bytes)
                 compiled.unpack()  # it was not taken, the next ways need the weights as they were
             if weights is not None:
                 yield _Way("lean forward (torch)", LeanModel(weights).forward, attention)
@@ -234,13 +234,17 @@ class ModelRunner:
 
 
 class _Way:
-    """A way to compute a model. A ``watchable`` one calls its attention layer by layer, and can be asked about each."""
+    """A way to compute a model. ``packed_bytes`` are those of packed weights, None where they are as they were loaded.
 
-    def __init__(self, code: str, forward: Forward, backend: AttentionBackend, *, watchable: bool = True) -> None:
+    A ``watchable`` one calls its attention layer by layer, and can be asked about each.
+    """
+
+    def __init__(self, code: str, forward: Forward, backend: AttentionBackend, packed_bytes: int | None = None) -> None:
         self.method = f"{code}, attention {backend.name}"
         self.forward = forward
         self.backend = backend
-        self.watchable = watchable
+        self.packed_bytes = packed_bytes
+        self.watchable = packed_bytes is None
 
 
 class _RecordingBackend:

@@ -66,6 +66,7 @@ class InProcessEngine:
             folder, dtype=dtype, num_blocks=_POOL_BLOCKS, block_size=_BLOCK_SIZE, kernels=lambda: self.kernels
         )
         self.method, self.dtype = self._runner.method, self._runner.dtype
+        self.packed_bytes = self._runner.packed_bytes
         self.max_batch_tokens = max_batch_tokens
         model = self._runner.info
         self._vocabulary = model.vocab_size

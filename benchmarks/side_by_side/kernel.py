@@ -30,7 +30,10 @@ class KernelSize(msgspec.Struct, frozen=True):
 
 
 class KernelRound(msgspec.Struct, frozen=True):
-    """What one round has measured, in seconds. Decode steps are by batch, at ``DECODE_CONTEXT``."""
+    """What one round has measured, in seconds. Decode steps are by batch, at ``DECODE_CONTEXT``.
+
+    The "whole" limits of decodes are those of weights that are read in the dtype that is computed in.
+    """
 
     limits: Limits
     prefill_tokens: int
@@ -38,6 +41,7 @@ class KernelRound(msgspec.Struct, frozen=True):
     prefill_limit_s: float
     decode_s: dict[int, float]
     decode_limit_s: dict[int, float]
+    decode_whole_limit_s: dict[int, float]
     cold: FirstToken
     warm: list[FirstToken]
     repeated: list[FirstToken]
@@ -50,6 +54,10 @@ class KernelRound(msgspec.Struct, frozen=True):
     def decode_share(self, batch: int) -> float:
         """Of its limit."""
         return self.decode_limit_s[batch] / self.decode_s[batch]
+
+    def decode_whole_share(self, batch: int) -> float:
+        """Of its whole limit."""
+        return self.decode_whole_limit_s[batch] / self.decode_s[batch]
 
     def warm_ttft(self) -> float:
         """In decode steps, for a prompt whose system text and documents are cached, and whose question is not."""
@@ -79,7 +87,8 @@ def measure_round(
     workload = Workload(seed, lambda text: len(engine.tokenizer.encode(text).ids))
     chunks = split(PREFILL_TOKENS, engine.max_batch_tokens)
     advance("limits of the machine")
-    limits = measure_limits(shape, sorted({*BATCHES, *chunks}), engine.torch_dtype, engine.kernels)
+    rows = sorted({*BATCHES, *chunks})
+    limits = measure_limits(shape, rows, engine.torch_dtype, engine.kernels, engine.packed_bytes)
     advance("prefill")
     prefill_s = statistics.median(engine.prefill_seconds(PREFILL_TOKENS) for _ in range(2))
     decode_s = {}
@@ -102,6 +111,7 @@ def measure_round(
         prefill_limit_s=limits.prefill_seconds(chunks),
         decode_s=decode_s,
         decode_limit_s={batch: limits.decode_seconds(batch) for batch in BATCHES},
+        decode_whole_limit_s={batch: limits.whole_decode_seconds(batch) for batch in BATCHES},
         cold=cold,
         warm=warm,
         repeated=repeated,

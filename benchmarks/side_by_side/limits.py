@@ -62,15 +62,23 @@ class ModelShape(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """``bandwidth`` in bytes per second; ``rates`` by rows and product in floating-point operations per second."""
+    """``bandwidth`` in bytes per second; ``rates`` by rows and product in floating-point operations per second.
+
+    ``bytes_read`` are those of all weights as the engine keeps them: fewer than ``itemsize`` each where that is exact.
+    """
 
     shape: ModelShape
     itemsize: int
+    bytes_read: int
     bandwidth: float
     rates: dict[int, dict[str, float]]
 
     def read_seconds(self) -> float:
-        """To read all weights once."""
+        """To read all weights once, as the engine keeps them."""
+        return self.bytes_read / self.bandwidth
+
+    def whole_read_seconds(self) -> float:
+        """To read all weights once in the dtype that is computed in."""
         return self.shape.weights * self.itemsize / self.bandwidth
 
     def product_seconds(self, rows: int, sampled: int) -> float:
@@ -84,6 +92,10 @@ class Limits(msgspec.Struct, frozen=True):
     def decode_seconds(self, batch: int) -> float:
         """The limit of a decode step of ``batch`` sequences."""
         return max(self.read_seconds(), self.product_seconds(batch, batch))
+
+    def whole_decode_seconds(self, batch: int) -> float:
+        """The limit where every weight has to be read in the dtype that is computed in."""
+        return max(self.whole_read_seconds(), self.product_seconds(batch, batch))
 
     def prefill_seconds(self, chunks: Sequence[int]) -> float:
         """The limit of a prompt that is computed in chunks of these many tokens, its last one being sampled."""
@@ -120,11 +132,17 @@ def model_shape(folder: Path) -> ModelShape:
     )
 
 
-def measure_limits(shape: ModelShape, rows: Sequence[int], dtype: torch.dtype, kernels: Kernels | None) -> Limits:
-    """Measure reading and all products for each number of ``rows``, on as many threads as torch has."""
+def measure_limits(
+    shape: ModelShape, rows: Sequence[int], dtype: torch.dtype, kernels: Kernels | None, packed_bytes: int | None
+) -> Limits:
+    """Measure reading and all products for each number of ``rows``, on as many threads as torch has.
+
+    ``packed_bytes`` are those of all weights, None where they are in ``dtype``.
+    """
     products = (*shape.layers, shape.head)
     rates = {count: {product.name: _rate(product, count, dtype, kernels) for product in products} for count in rows}
-    return Limits(shape, dtype.itemsize, _bandwidth(), rates)
+    bytes_read = shape.weights * dtype.itemsize if packed_bytes is None else packed_bytes
+    return Limits(shape, dtype.itemsize, bytes_read, _bandwidth(), rates)
 
 
 def best_seconds(call: Callable[[], object]) -> float:

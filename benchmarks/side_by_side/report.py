@@ -23,7 +23,11 @@ def kernel_tables(rounds: list[KernelRound]) -> Iterable[Table]:
     )
     bandwidth = median_of(rounds, lambda each: each.limits.bandwidth)
     read = median_of(rounds, lambda each: each.limits.read_seconds())
-    limits.add_row("reading memory", f"{bandwidth / 1e9:.1f} GB/s: {1e3 * read:.1f} ms for all weights")
+    whole = median_of(rounds, lambda each: each.limits.whole_read_seconds())
+    limits.add_row("reading memory", f"{bandwidth / 1e9:.1f} GB/s: {_ms(whole)} for all weights")
+    limits.add_row(
+        "reading weights as they are kept", f"{_ms(read)} for {first.bytes_read / first.shape.weights:.2f} bytes each"
+    )
     for rows in sorted(first.rates):
         parts = []
         for name in first.rates[rows]:
@@ -32,7 +36,9 @@ def kernel_tables(rounds: list[KernelRound]) -> Iterable[Table]:
         limits.add_row(f"products at {rows} rows, GFLOP/s", ", ".join(parts))
     yield limits
 
-    steps = Table("step", "measured", "limit", "share", "", title="the engine in process")
+    steps = Table(
+        "step", "measured", "limit", "share", f"share at {first.itemsize} bytes", "", title="the engine in process"
+    )
     tokens = rounds[0].prefill_tokens
     seconds, limit = (
         median_of(rounds, lambda each: each.prefill_s),
@@ -40,15 +46,15 @@ def kernel_tables(rounds: list[KernelRound]) -> Iterable[Table]:
     )
     share = median_of(rounds, lambda each: each.prefill_share())
     steps.add_row(
-        f"prefill of {tokens:,}", _ms(seconds), _ms(limit), f"{100 * share:.0f} %", f"{tokens / seconds:,.0f} tok/s"
+        f"prefill of {tokens:,}", _ms(seconds), _ms(limit), f"{100 * share:.0f} %", "", f"{tokens / seconds:,.0f} tok/s"
     )
     for batch in BATCHES:
         seconds = median_of(rounds, lambda each, batch=batch: each.decode_s[batch])  # type: ignore[misc]
         limit = median_of(rounds, lambda each, batch=batch: each.decode_limit_s[batch])  # type: ignore[misc]
         share = median_of(rounds, lambda each, batch=batch: each.decode_share(batch))  # type: ignore[misc]
-        steps.add_row(
-            f"decode of {batch}", _ms(seconds), _ms(limit), f"{100 * share:.0f} %", f"{batch / seconds:,.1f} tok/s"
-        )
+        whole = median_of(rounds, lambda each, batch=batch: each.decode_whole_share(batch))  # type: ignore[misc]
+        shares = f"{100 * share:.0f} %", f"{100 * whole:.0f} %"
+        steps.add_row(f"decode of {batch}", _ms(seconds), _ms(limit), *shares, f"{batch / seconds:,.1f} tok/s")
     yield steps
 
     rest = Table("in process", "", title="first token, and what is not the model")

@@ -33,12 +33,19 @@ struct headstart_attention {
   float scaling, softcap;
 };
 
-// A weight [n, k] in panels of consecutive rows, each panel [k, rows of a panel]: see PackedMatrix.
+// A weight [n, k] in panels of consecutive rows, see PackedMatrix. A panel is made of rows of 32-bit words, one word for
+// each of its rows of the weight. By kind:
+// 0: float32, [k, panel];
+// 1: pairs of bfloat16 that follow each other in k, the first one in the low half, [ceil(k / 2), panel];
+// 2: for every 32 of k, float32 scales and offsets, [2, panel], and behind them numbers of 4 bits, [4, panel], eight in
+//    a word with the first one lowest: a weight is its number times scale plus offset;
+// 3: the same with numbers of 8 bits, [8, panel].
 struct headstart_matrix {
   const void* panels;
   const void* rest;   // the last n % (rows of a panel) rows as a panel padded with zeros; null where there are none
   const float* bias;  // [n] or null
   int32_t n, k;
+  int32_t kind;
 };
 // Weights of a layer, see LeanLayer. Head norms may be null.
 struct headstart_layer {

@@ -34,7 +34,10 @@ class AttentionArguments(Structure):
 class MatrixPointers(Structure):
     """``headstart_matrix``."""
 
-    _fields_ = (*((name, c_void_p) for name in ("panels", "rest", "bias")), ("n", c_int32), ("k", c_int32))
+    _fields_ = (
+        *((name, c_void_p) for name in ("panels", "rest", "bias")),
+        *((name, c_int32) for name in ("n", "k", "kind")),
+    )
 
 
 class LayerPointers(Structure):

@@ -3,6 +3,9 @@
 // A panel of the weight passes by the rows of x in blocks that stay in the caches; meanwhile the block after it is
 // fetched from memory. The sum of an element of the result is always taken in the order of k, one product at a time, so
 // that a row's result is the same bits however many rows it is computed with, and on however many threads.
+//
+// A weight may lie in memory in fewer bits than float32. It becomes float32 block by block in the first-level cache, to
+// the same values that were packed, so that nothing of this holds any less.
 #include "linear.h"
 
 #include "scratch.h"
@@ -14,6 +17,7 @@ constexpr int kDepth = 192;      // of a block of a panel: with kTileRows rows o
 constexpr int kMostRows = 256;   // of x per panel: they fit the second-level cache together with a block
 constexpr int kLine = 64;        // bytes
 constexpr int kFetchingTiles = 3;
+constexpr int kScaled = 32;      // of k that share a scale and an offset; divides kDepth
 
 template <int R>
 using Tile = vf[R][kPanelVectors];
@@ -58,23 +62,96 @@ constexpr AddBlock kAddBlock[][9] = {HEADSTART_BY_ROWS(0), HEADSTART_BY_ROWS(1),
                                      HEADSTART_BY_ROWS(3)};
 #undef HEADSTART_BY_ROWS
 
+// How the weights of a panel lie in its words of 32 bits, see kernels.h.
+enum Kind : int32_t { kFloats, kPairs, kNibbles, kBytes };
+
+// Words of `depth` rows of a panel.
+int64_t words_of(int kind, int64_t depth) {
+  switch (kind) {
+    case kPairs:
+      return (depth + 1) / 2 * kPanel;
+    case kNibbles:
+      return depth / kScaled * (2 + kScaled / 8) * kPanel;
+    case kBytes:
+      return depth / kScaled * (2 + kScaled / 4) * kPanel;
+    default:
+      return depth * kPanel;
+  }
+}
+
+inline vi words_at(const float* p) { return (vi)load(p); }  // casts between vectors keep the bits
+
+// Starts to bring the row of a panel at `p` into the cache.
+inline void fetch_row(const float* p) {
+  for (int i = 0; i < kPanel * int(sizeof(float)); i += kLine)
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + i, 0, 2);
+}
+
+void expand_pairs(const float* words, int depth, float* out, const float* fetch) {
+  for (int i = 0; i < depth; i += 2, words += kPanel, fetch += kPanel, out += 2 * kPanel) {
+    fetch_row(fetch);
+    for (int v = 0; v < kPanel; v += W) {
+      const vi pair = words_at(words + v);
+      store(out + v, (vf)(pair << 16));
+      store(out + kPanel + v, (vf)(pair & int32_t(0xffff0000)));
+    }
+  }
+}
+
+template <int BITS>
+void expand_scaled(const float* words, int depth, float* out, const float* fetch) {
+  constexpr int kValues = 32 / BITS;  // of a word
+  for (int i = 0; i < depth; i += kScaled) {
+    const float *scales = words, *offsets = words + kPanel;
+    fetch_row(fetch), fetch_row(fetch + kPanel);
+    words += 2 * kPanel, fetch += 2 * kPanel;
+    for (int j = 0; j < kScaled; j += kValues, words += kPanel, fetch += kPanel, out += kValues * kPanel) {
+      fetch_row(fetch);
+      for (int v = 0; v < kPanel; v += W) {
+        const vi some = words_at(words + v);
+        const vf scale = load(scales + v), offset = load(offsets + v);
+#pragma GCC unroll 8
+        for (int value = 0; value < kValues; value++)
+          store(out + value * kPanel + v, low_bits<BITS>(some >> (BITS * value)) * scale + offset);
+      }
+    }
+  }
+}
+
+// out[depth, kPanel] = `depth` rows of a panel, and one more where they are pairs and depth is odd. Meanwhile as much
+// is fetched from `fetch` on as is read.
+void expand(int kind, const float* words, int depth, float* out, const float* fetch) {
+  if (kind == kPairs) expand_pairs(words, depth, out, fetch);
+  if (kind == kNibbles) expand_scaled<4>(words, depth, out, fetch);
+  if (kind == kBytes) expand_scaled<8>(words, depth, out, fetch);
+}
+
+struct Panel {
+  const float* words;
+  int kind, k;
+};
+
 // result[m, kPanel] = x[m, k] * panel^T. `after` is what will be read after this panel.
-void multiply_panel(const float* x, int64_t stride, int m, const float* panel, int k, float* result,
-                    const float* after) {
+void multiply_panel(const float* x, int64_t stride, int m, const Panel& panel, float* result, const float* after) {
   const int tiles = (m + kTileRows - 1) / kTileRows;
   const int fetching = tiles < kFetchingTiles ? tiles : kFetchingTiles;
   const int lines_of_step = kPanel * int(sizeof(float)) / kLine;
   const int lines = (lines_of_step + fetching - 1) / fetching;
-  for (int start = 0; start < k; start += kDepth) {
-    const int depth = k - start < kDepth ? k - start : kDepth;
-    const float* block = panel + int64_t(start) * kPanel;
-    const char* next = reinterpret_cast<const char*>(start + depth < k ? block + int64_t(depth) * kPanel : after);
+  alignas(64) float space[kDepth * kPanel];
+  const float* words = panel.words;
+  for (int start = 0; start < panel.k; start += kDepth) {
+    const int depth = panel.k - start < kDepth ? panel.k - start : kDepth;
+    const float* behind = words + words_of(panel.kind, depth);
+    const float* next = start + depth < panel.k ? behind : after;
+    if (panel.kind != kFloats) expand(panel.kind, words, depth, space, next);
     for (int t = 0; t < tiles; t++) {
       const int row = m * t / tiles, rows = m * (t + 1) / tiles - row;
-      const bool fetches = t * lines < lines_of_step;
-      kAddBlock[fetches ? lines : 0][rows](x + row * stride + start, stride, block, depth, result + row * kPanel,
-                                           start == 0, next + int64_t(t) * lines * depth * kLine);
+      const bool fetches = panel.kind == kFloats && t * lines < lines_of_step;
+      kAddBlock[fetches ? lines : 0][rows](x + row * stride + start, stride, panel.kind == kFloats ? words : space,
+                                           depth, result + row * kPanel, start == 0,
+                                           reinterpret_cast<const char*>(next) + int64_t(t) * lines * depth * kLine);
     }
+    words = behind;
   }
 }
 
@@ -98,11 +175,14 @@ struct Cut {
   }
 };
 
-inline const float* panel_of(const headstart_matrix& weight, int panel) {
+inline Panel panel_of(const headstart_matrix& weight, int panel) {
   const bool whole = (panel + 1) * kPanel <= weight.n;
-  return whole ? static_cast<const float*>(weight.panels) + int64_t(panel) * kPanel * weight.k
-               : static_cast<const float*>(weight.rest);
+  const float* words = static_cast<const float*>(whole ? weight.panels : weight.rest);
+  return {whole ? words + panel * words_of(weight.kind, weight.k) : words, weight.kind, weight.k};
 }
+
+// What the thread will probably read when it is done with a panel: the next one that no other thread has.
+inline const float* behind(const Panel& panel) { return panel.words + threads * words_of(panel.kind, panel.k); }
 
 inline void add_bias(const headstart_matrix& weight, int column, int columns, float* row) {
   if (weight.bias)
@@ -119,9 +199,8 @@ void multiply(const float* x, int64_t stride, int m, const headstart_matrix& wei
     const Part part = cut.part(i);
     if (part.rows <= 0) continue;
     float* result = scratch.at_least(size_t(kMostRows) * kPanel);
-    const float* panel = panel_of(weight, part.panel);
-    multiply_panel(x + part.row * stride, stride, part.rows, panel, weight.k, result,
-                   panel + int64_t(threads) * kPanel * weight.k);
+    const Panel panel = panel_of(weight, part.panel);
+    multiply_panel(x + part.row * stride, stride, part.rows, panel, result, behind(panel));
     const int column = part.panel * kPanel, columns = weight.n - column < kPanel ? weight.n - column : kPanel;
     for (int r = 0; r < part.rows; r++) {
       float* from = result + r * kPanel;
@@ -146,10 +225,9 @@ void multiply_gated(const float* x, int64_t stride, int m, const headstart_matri
     float* gates = scratch.at_least(2 * size_t(kMostRows) * kPanel);
     float* ups = gates + size_t(kMostRows) * kPanel;
     const float* start = x + part.row * stride;
-    const float* gate_panel = panel_of(gate, part.panel);
-    const float* up_panel = panel_of(up, part.panel);
-    multiply_panel(start, stride, part.rows, gate_panel, gate.k, gates, up_panel);
-    multiply_panel(start, stride, part.rows, up_panel, up.k, ups, gate_panel + int64_t(threads) * kPanel * gate.k);
+    const Panel gate_panel = panel_of(gate, part.panel), up_panel = panel_of(up, part.panel);
+    multiply_panel(start, stride, part.rows, gate_panel, gates, up_panel.words);
+    multiply_panel(start, stride, part.rows, up_panel, ups, behind(gate_panel));
     const int column = part.panel * kPanel, columns = gate.n - column < kPanel ? gate.n - column : kPanel;
     for (int r = 0; r < part.rows; r++) {
       float* g = gates + r * kPanel;
@@ -164,8 +242,16 @@ void multiply_gated(const float* x, int64_t stride, int m, const headstart_matri
 }
 
 void unpack_row(const headstart_matrix& weight, int64_t row, float* out) {
-  const float* panel = panel_of(weight, int(row / kPanel)) + row % kPanel;
-  for (int i = 0; i < weight.k; i++) out[i] = panel[int64_t(i) * kPanel];
+  const Panel panel = panel_of(weight, int(row / kPanel));
+  const float* words = panel.words;
+  alignas(64) float space[kDepth * kPanel];
+  for (int start = 0; start < weight.k; start += kDepth) {
+    const int depth = weight.k - start < kDepth ? weight.k - start : kDepth;
+    if (panel.kind != kFloats) expand(panel.kind, words, depth, space, words);
+    const float* rows = (panel.kind == kFloats ? words : space) + row % kPanel;
+    for (int i = 0; i < depth; i++) out[start + i] = rows[int64_t(i) * kPanel];
+    words += words_of(panel.kind, depth);
+  }
 }
 
 }  // namespace headstart

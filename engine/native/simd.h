@@ -61,6 +61,18 @@ inline void transpose(vf (&rows)[W]) {
   }
 }
 
+// The lowest BITS bits of each element as a number. An element is shifted with its sign.
+template <int BITS>
+inline vf low_bits(vi x) {
+#if defined(__AVX512F__) && !defined(__clang__)
+  if (BITS == 4) {  // a shuffle looks at no more bits than these
+    const vf numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return __builtin_shuffle(numbers, x);
+  }
+#endif
+  return __builtin_convertvector(x & ((1 << BITS) - 1), vf);
+}
+
 inline float sum(vf x) {
   float s[W], total = 0;
   store(s, x);

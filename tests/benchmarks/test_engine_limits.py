@@ -18,9 +18,9 @@ from benchmarks.side_by_side.targets import judge
 SHAPE = ModelShape((Product("qkv", 10, 30, 2), Product("down", 20, 10, 2)), Product("head", 10, 100))
 
 
-def limits(bandwidth: float) -> Limits:
+def limits(bandwidth: float, bytes_read: int = 8000) -> Limits:
     rates = {rows: {"qkv": 100.0, "down": 50.0, "head": 25.0} for rows in (1, 4, 8)}
-    return Limits(SHAPE, 4, bandwidth, rates)
+    return Limits(SHAPE, 4, bytes_read, bandwidth, rates)
 
 
 def test_a_decode_is_limited_by_reading_or_by_its_products_whichever_takes_longer() -> None:
@@ -28,6 +28,11 @@ def test_a_decode_is_limited_by_reading_or_by_its_products_whichever_takes_longe
     products = 2 * 4 * (600 / 100 + 400 / 50 + 1000 / 25)
     assert limits(1.0).decode_seconds(4) == 2000 * 4 / 1.0
     assert limits(1e9).decode_seconds(4) == pytest.approx(products)
+
+
+def test_weights_that_are_kept_in_fewer_bits_are_read_faster_and_the_whole_limit_is_still_told() -> None:
+    assert limits(1.0, 2500).decode_seconds(1) == 2500
+    assert limits(1.0, 2500).whole_decode_seconds(1) == 8000
 
 
 def test_a_prefill_is_limited_by_the_products_of_its_chunks_and_one_row_of_the_head() -> None:
