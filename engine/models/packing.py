@@ -139,7 +139,7 @@ def _scaled_words(
     the sum is rounded by itself or in one operation with it.
     """
     most = 2**bits - 1
-    if not (_same(numbers.clamp(0, most), numbers) and _same(torch.addcmul(offset, numbers, scale), blocks)):
+    if not (_same(numbers.clamp(0, most), numbers) and _same((numbers * scale).add_(offset), blocks)):
         return None
     octets = numbers.to(torch.uint8)
     if bits == 4:
