@@ -69,7 +69,8 @@ class KernelError(EngineError):
     """The optional C++ kernels cannot be built or loaded; the engine computes without them."""
 
 
-def require(holds: bool, invariant: str) -> None:
-    """Raise ``InvariantError`` with the words of ``invariant`` when it does not hold."""
+def require(holds: bool, invariant: str, block: int | None = None) -> None:
+    """Raise ``InvariantError`` with the words of ``invariant``, and which block it is about, when it does not hold."""
     if not holds:
-        raise InvariantError(f"broken invariant: {invariant}")
+        where = "" if block is None else f" (block {block})"
+        raise InvariantError(f"broken invariant: {invariant}{where}")

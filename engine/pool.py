@@ -284,7 +284,7 @@ class BlockPool:
         """
         children = [0] * len(self.blocks)
         for key, block in self._index.items():
-            require(block.key == key, f"key and block {block.index} agree")
+            require(block.key == key, "key and block agree", block.index)
             if block.parent is not None:
                 children[block.parent.index] += 1
         for owner in self.eviction.owners():
@@ -300,26 +300,26 @@ class BlockPool:
         for node in self.pins.nodes():
             require(node.block is None or node.block.pin is node, "a pin and its block agree")
         for block in self.blocks:
-            name = f"block {block.index}"
+            index = block.index
             unowned = block.ref == 0 and block.key is None
-            require(block.ref == references[block.index], f"{name}: references equal table entries")
-            require(block.children == children[block.index], f"{name}: children are counted")
-            require((block.index in empty) == unowned, f"{name}: empty exactly when unused and without key")
+            require(block.ref == references[index], "references equal table entries", index)
+            require(block.children == children[index], "children are counted", index)
+            require((index in empty) == unowned, "empty exactly when unused and without key", index)
             if block.key is None:
-                require(not block.tracked, f"{name}: unknown to the policy without a key")
-                require(block.pin is None, f"{name}: not pinned without a key")
-                require(block.owner is None, f"{name}: in no quota without a key")
+                require(not block.tracked, "unknown to the policy without a key", index)
+                require(block.pin is None, "not pinned without a key", index)
+                require(block.owner is None, "in no quota without a key", index)
                 continue
-            require(self._index.get(block.key) is block, f"{name}: found under its key")
-            require(block.tracked or block.ref > 0 or block.pin is not None, f"{name}: known to the policy when idle")
-            if self.windows is not None and self.eviction.evictable(block.index):
-                require(block.companion is not None, f"{name}: an idle leaf has a companion, or could not be hit")
+            require(self._index.get(block.key) is block, "found under its key", index)
+            require(block.tracked or block.ref > 0 or block.pin is not None, "known to the policy when idle", index)
+            if self.windows is not None and self.eviction.evictable(index):
+                require(block.companion is not None, "an idle leaf has a companion, or could not be hit", index)
             above = self.pins.root if block.parent is None else block.parent.pin
             wanted = None if above is None else above.children.get(block.key)
-            require(block.pin is wanted, f"{name}: pinned exactly when its chain up to it is")
+            require(block.pin is wanted, "pinned exactly when its chain up to it is", index)
             if block.parent is not None:
-                require(block.parent.key is not None, f"{name}: its parent is published")
-                require(block.parent.ref >= block.ref, f"{name}: its parent is used wherever it is")
+                require(block.parent.key is not None, "its parent is published", index)
+                require(block.parent.ref >= block.ref, "its parent is used wherever it is", index)
 
     def _bind(self, node: PinNode, block: Block) -> None:
         node.block, block.pin = block, node

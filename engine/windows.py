@@ -273,20 +273,16 @@ class WindowPool:
                 require(self._companion_of[index] is block, "a table's two blocks at a place belong together")
         for block in blocks:
             if block.companion is not None:
-                require(self._companion_of[block.companion] is block, f"block {block.index}: agrees with its companion")
-                require(block.key is not None, f"block {block.index}: has a companion only with a key")
+                require(self._companion_of[block.companion] is block, "agrees with its companion", block.index)
+                require(block.key is not None, "has a companion only with a key", block.index)
                 references[block.companion] += block.pin is not None
         empty = set(self._empty)
         require(len(empty) == len(self._empty), "no window block is empty twice")
         for index, (ref, owner) in enumerate(zip(self._refs, self._companion_of, strict=True)):
-            name = f"window block {index}"
-            require(ref == references[index], f"{name}: references equal table entries and pins")
-            require((index in empty) == (not ref and owner is None), f"{name}: empty exactly when nothing needs it")
-            idle = not ref and owner is not None
-            require((index in self._kept or index in self._spare) == idle, f"{name}: idle exactly when only cached")
-            require(index not in self._kept or index not in self._spare, f"{name}: idle only once")
-            require(index not in self._kept or (owner is not None and owner.sought), f"{name}: kept only when sought")
-            require(
-                index not in self._spare or (owner is not None and not owner.sought), f"{name}: spare unless sought"
-            )
-            require(owner is None or owner.companion == index, f"{name}: agrees with the block it belongs to")
+            require(ref == references[index], "references to a window block equal table entries and pins", index)
+            require((index in empty) == (not ref and owner is None), "empty exactly when nothing needs it", index)
+            kept = owner is not None and owner.sought
+            spare = owner is not None and not owner.sought
+            require((index in self._kept) == (not ref and kept), "kept exactly when only cached, and sought", index)
+            require((index in self._spare) == (not ref and spare), "spare exactly when only cached, not sought", index)
+            require(owner is None or owner.companion == index, "agrees with the block it belongs to", index)
