@@ -106,11 +106,11 @@ class BlockManager:
         if windows is not None:
             windows.start(table, hits)
             windows.seek(run)
-        for key in table.keys[len(hits) :]:
-            if pool.find(key) is None:  # the last block of a fully cached prompt is resident, yet computed again
-                pool.eviction.missed(key, table.owner)
-                if not collided:  # or nothing will be published
-                    self._in_flight.announce(key, table)
+        # The last block of a fully cached prompt is resident, yet computed again.
+        absent = [key for key in table.keys[len(hits) :] if pool.find(key) is None]
+        pool.eviction.missed(absent, table.owner)
+        if not collided:  # or nothing will be published
+            self._in_flight.announce(absent, table)
         table.blocks = [block.index for block in hits]
         table.blocks += [pool.take().index for _ in range(missing)]
         table.computed = len(hits) * self.block_size
@@ -141,19 +141,18 @@ class BlockManager:
         self._live.add(other)
         return other
 
-    def reserve(self, table: BlockTable, count: int, headroom: int = 0) -> int:
+    def reserve(self, table: BlockTable, count: int) -> int:
         """How many of the next ``count`` tokens can be computed now, for which the table then has all it needs.
 
-        Fewer than ``count`` where layers with a sliding window have too few blocks. Of those ``headroom`` stay
-        available, but for one.
+        Fewer than ``count`` where layers with a sliding window have too few blocks. Once these tokens are computed the
+        table holds one window of them again, so that this takes nothing away from others but for the time of a step.
         """
         windows = self._windows
         if windows is None:
             return count
         missing = self.blocks_for(table.computed + count) - len(table.window)
-        available = windows.available()
         if missing > 0:
-            windows.grow(table, min(missing, max(min(1, available), available - headroom)))
+            windows.grow(table, min(missing, windows.available()))
         return min(count, len(table.window) * self.block_size - table.computed)
 
     def extend(self, table: BlockTable) -> BlockCopy | None:

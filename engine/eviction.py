@@ -45,11 +45,12 @@ class Eviction:
         """Tenants with a quota that have blocks or requests, those with most blocks first."""
         return sorted(self._owners.values(), key=lambda owner: -owner.resident)
 
-    def missed(self, key: bytes, owner: Owner | None) -> None:
-        """A key that somebody looked for is not resident."""
-        self.policy.missed(key)
-        if owner is not None:
-            owner.policy.missed(key)
+    def missed(self, keys: Sequence[bytes], owner: Owner | None) -> None:
+        """Keys that somebody looked for are not resident."""
+        for policy in (self.policy,) if owner is None else (self.policy, owner.policy):
+            missed = policy.missed
+            for key in keys:
+                missed(key)
 
     def offer(self, block: Block) -> None:
         """A block may be chosen, for the first time or again."""

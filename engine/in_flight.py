@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from engine.block import Block, BlockTable
 from engine.errors import require
@@ -16,9 +16,10 @@ class InFlight:
     def __init__(self) -> None:
         self._tables: dict[bytes, BlockTable] = {}
 
-    def announce(self, key: bytes, table: BlockTable) -> None:
-        """``table`` will publish ``key``, unless another one is about to already."""
-        self._tables.setdefault(key, table)
+    def announce(self, keys: Iterable[bytes], table: BlockTable) -> None:
+        """``table`` will publish those of ``keys`` that no other one is about to publish already."""
+        for key in keys:
+            self._tables.setdefault(key, table)
 
     def published(self, key: bytes) -> None:
         """``key`` is resident now, whoever had announced it."""

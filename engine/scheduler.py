@@ -141,7 +141,7 @@ class Scheduler:
         """Decide the next step; it has parts unless nothing is running or waiting."""
         step = self._plan()
         while not step.scheduled and self.running:
-            # Prompts that hold one another's window blocks: whoever keeps its blocks longest goes on.
+            # No prompt finds a window block, as some have been pinned since: who keeps its blocks longest goes on.
             self._preempt(max(self.running, key=_RANK))
             step = self._plan()
         return step
@@ -171,7 +171,7 @@ class Scheduler:
     def _add_prefill(self, step: Step, sequence: Sequence) -> None:
         """Schedule as many of the sequence's tokens as there are blocks for and the budget allows, possibly none."""
         count = min(sequence.remaining, step.budget)
-        step.add(sequence, self._blocks.reserve(sequence.table, count, headroom=len(self.running)))
+        step.add(sequence, self._blocks.reserve(sequence.table, count))
 
     def _schedule_decodes(self, step: Step) -> None:
         """Schedule every decode, those that would be preempted last first."""

@@ -176,6 +176,8 @@ class ScriptedEngine(DrivenEngine):
         max_model_len: int = 1_000_000,
         vocab_size: int = VOCABULARY,
         eos: tuple[int, ...] = (),
+        window: int = 0,
+        window_blocks: int = 0,
         runner: type[ScriptedRunner] = ScriptedRunner,
     ) -> None:
         info = EngineInfo(
@@ -192,6 +194,8 @@ class ScriptedEngine(DrivenEngine):
             eos_token_ids=eos,
             policy="lru",
             max_batch_tokens=max_batch_tokens,
+            window=window,
+            window_blocks=window_blocks,
         )
         self.runner = runner(num_blocks, block_size, vocab_size=vocab_size, eos=eos)
         super().__init__(EngineCore(self.runner, info, detokenizer=Words, max_running=max_running))

@@ -160,6 +160,27 @@ def test_a_higher_class_is_admitted_before_a_lower_one_that_came_earlier() -> No
     assert starts == sorted(starts)  # type: ignore[type-var]
 
 
+def test_when_no_prompt_finds_a_window_block_the_last_of_them_gives_its_own_to_the_others() -> None:
+    engine = ScriptedEngine(128, 4, max_batch_tokens=64, window=8, window_blocks=8)
+    low, high = noise(1, 60), noise(2, 60)
+    second = engine.start(low, priority=1)
+    engine.step()
+    first = engine.start(high)
+    engine.step()
+    assert engine.load.running == 2
+    blocks = engine.core._blocks
+    hoard = BlockTable(noise(3, 4), None)
+    blocks.allocate(hoard)
+    assert blocks.reserve(hoard, 40) == 16  # as pins may, it takes all four blocks that are left
+    while first.finish_reason is None:
+        engine.step()
+    assert engine.load.preemptions == 1
+    assert second.finish_reason is None
+    blocks.free(hoard)
+    engine.run()
+    assert [first.tokens, second.tokens] == [expected(high, 4), expected(low, 4)]
+
+
 def test_a_lower_class_gives_way_for_a_limited_time_only() -> None:
     engine = ScriptedEngine(max_running=1)
     engine.start(tok(0, 20), 5)

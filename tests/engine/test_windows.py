@@ -123,6 +123,29 @@ def test_what_a_window_needs_is_required_and_refused_in_full() -> None:
         blocks.commit(table, 17)
 
 
+def test_a_prompt_is_admitted_only_if_all_that_run_can_still_get_their_windows() -> None:
+    blocks = manager(num_blocks=64, window_blocks=7)
+    first, second = (BlockTable(list(range(start, start + 40)), b"root") for start in (0, 100))
+    with pytest.raises(NoSpaceError):
+        blocks.allocate(first, headroom=4)  # four blocks for its window, and four more
+    blocks.allocate(first, headroom=3)
+    with pytest.raises(NoSpaceError):
+        blocks.allocate(second)  # nothing is taken yet, but four of the seven will be
+    while first.computed < 40:
+        blocks.commit(first, first.computed + blocks.reserve(first, 4))
+    blocks.allocate(second)
+    assert blocks.reserve(second, 40) == 16
+    blocks.check()
+
+
+def test_the_tail_of_a_prompt_leaves_before_its_head() -> None:
+    blocks = manager(num_blocks=64, window_blocks=4)
+    run(blocks, list(range(12)))
+    assert blocks.lookup(BlockTable(list(range(13)), b"root")) == 12
+    run(blocks, list(range(100, 108)))
+    assert blocks.lookup(BlockTable(list(range(13)), b"root")) == 8
+
+
 # --- attention --------------------------------------------------------------------------------------------
 
 
