@@ -81,35 +81,40 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 class Windowed(NamedTuple):
     family: str
+    kernels: bool
     folder: Path
     model: Any
     asked: list[list[int]]
     wanted: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+# Each family with the C++ kernels, and for each kind of forward one by PyTorch alone.
+@pytest.fixture(
+    scope="module",
+    params=[*((family, True) for family in CONFIGS), ("mistral", False), ("gpt-oss", False)],
+    ids=lambda case: f"{case[0]}-{'kernels' if case[1] else 'torch'}",
+)
 def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Windowed:
     """A model in which every layer, or every second one, sees fewer tokens than the prompts have."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(CONFIGS[request.param]()).eval()
-    folder = tmp_path_factory.mktemp(request.param)
+    family, kernels = request.param
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+    folder = tmp_path_factory.mktemp(family)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     asked = prompts(6)
-    return Windowed(request.param, folder, model, asked, [expected(model, prompt, TOKENS) for prompt in asked])
+    return Windowed(family, kernels, folder, model, asked, [expected(model, prompt, TOKENS) for prompt in asked])
 
 
-@pytest.fixture(params=["kernels", "torch"])
+@pytest.fixture
 def serve(request: pytest.FixtureRequest, windowed: Windowed, model_engine: MakeEngine) -> MakeEngine:
-    """Makes poisoned engines for the model, with the C++ kernels or, for two of the families, without."""
-    if request.param == "torch" and windowed.family not in ("mistral", "gpt-oss"):
-        pytest.skip("one family of each method is enough by PyTorch")
-    kernels = request.getfixturevalue("kernels") if request.param == "kernels" else None
+    """Makes poisoned engines for the model."""
+    kernels = request.getfixturevalue("kernels") if windowed.kernels else None
 
     def make(**options: Any) -> ModelEngine:
         engine = model_engine(windowed.folder, block_size=BLOCK, kernels=lambda: kernels, **options)
-        assert engine.runner.method == METHODS.get(windowed.family, MODULES)[request.param == "torch"]
+        assert engine.runner.method == METHODS.get(windowed.family, MODULES)[not windowed.kernels]
         assert engine.runner.info.windowed == ((0, 1) if windowed.family == "mistral" else (0,))
         poison(engine)
         return engine
