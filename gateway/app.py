@@ -18,6 +18,7 @@ from gateway.api.learned import list_proposals, switch_proposal
 from gateway.api.models import detokenize, list_models, show_model, tokenize
 from gateway.api.openai import generation_routes
 from gateway.api.operations import list_replicas, reset_cache
+from gateway.api.quality import show_quality, switch_quality
 from gateway.api.statistics import admin_stats, prometheus
 from gateway.api.templates import create_template, delete_template, list_templates, show_template
 from gateway.canonical.learning.proposals import TemplateProposals
@@ -32,7 +33,7 @@ __all__ = ["create_app"]
 
 def create_app(gateway: Gateway) -> Litestar:
     """The ASGI application of ``gateway``, which it starts and stops with its own life."""
-    feed = Feed(gateway.statistics, gateway.eviction, gateway.whatif)
+    feed = Feed(gateway.statistics, gateway.eviction, gateway.whatif, gateway.quality_report)
     gateway.when_draining(feed.close)
 
     @asynccontextmanager
@@ -70,6 +71,8 @@ def create_app(gateway: Gateway) -> Litestar:
             show_policy,
             set_policy,
             show_whatif,
+            show_quality,
+            switch_quality,
             create_template,
             delete_template,
             list_proposals,

@@ -24,6 +24,8 @@ __all__ = [
     "LayoutConfig",
     "LimitsConfig",
     "OrderMode",
+    "QualityConfig",
+    "QualityTemplateConfig",
     "RedisConfig",
     "ReplicaConfig",
     "ServerConfig",
@@ -43,6 +45,8 @@ DEFAULT_TENANT: Final = "default"
 """The only tenant there is without ``[keys]``."""
 
 _Positive = Annotated[int, Meta(ge=1)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Alpha = Annotated[float, Meta(ge=1e-9, lt=1)]
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -209,6 +213,37 @@ class WhatIfConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_share: Annotated[float, Meta(gt=0, le=1)] = 0.02
 
 
+class QualityTemplateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[quality.templates.NAME]``: what is otherwise for a template; ``unregistered`` has a name too."""
+
+    holdout: _Share | None = None
+    sample: _Share | None = None
+    alpha: _Alpha | None = None
+    max_disagreement: _Share | None = None
+    max_logprob_loss: _Share | None = None
+    max_gold_loss: _Share | None = None
+
+
+class QualityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[quality]``: how it is made sure that another order of documents harms no answers. Off by default.
+
+    ``holdout`` is the share of conversations that keep the application's order, ``sample`` the share of reordered
+    requests that are asked again in the application's order while at most ``busy`` requests are in hand. Reordering is
+    switched off for a template whose answers are worse by more than the bounds: ``max_disagreement`` (1 - F1 of the
+    words, beyond what the same prompt differs by itself), ``max_logprob_loss`` (nats per token), ``max_gold_loss``
+    (share of requests with gold answers); 1 does not test. ``alpha`` is the probability of doing so for no reason.
+    """
+
+    holdout: _Share = 0.0
+    sample: _Share = 0.0
+    alpha: _Alpha = 0.05
+    max_disagreement: _Share = 0.25
+    max_logprob_loss: _Share = 0.25
+    max_gold_loss: _Share = 0.05
+    busy: Annotated[int, Meta(ge=0)] = 0
+    templates: dict[str, QualityTemplateConfig] = {}
+
+
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[limits]``: what callers may ask at most. ``max_queue`` requests may wait or run at once over all callers."""
 
@@ -239,4 +274,5 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitsConfig = LimitsConfig()
     trace: TraceConfig = TraceConfig()
     whatif: WhatIfConfig = WhatIfConfig()
+    quality: QualityConfig = QualityConfig()
     secret: str | None = None

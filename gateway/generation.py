@@ -27,7 +27,7 @@ from gateway.routing.router import Router
 from gateway.stats.record import RequestRecord
 from gateway.stats.statistics import Statistics
 
-__all__ = ["Dispatcher", "Generation", "Planner", "SamplingChoice", "Terms"]
+__all__ = ["Answer", "Dispatcher", "Generation", "Planner", "SamplingChoice", "Terms"]
 
 Planner = Callable[[], Plan]
 """Walks the request path. Called once more when the first replica was lost before it produced anything."""
@@ -58,6 +58,26 @@ _POLL_S: Final = 0.05
 _log = structlog.get_logger("headstart.request")
 
 
+class Answer:
+    """What one choice has said, as it comes. Owned by its generation. ``token_ids`` where the replica tells them."""
+
+    __slots__ = ("_texts", "token_ids")
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self.token_ids: list[int] = []
+
+    def add(self, output: Output) -> None:
+        """Take in the next output."""
+        self._texts.append(output.text)
+        self.token_ids += output.token_ids
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(self._texts)
+
+
 class Generation:
     """A running request whose first output is there. Owned by the task that handles it.
 
@@ -68,16 +88,24 @@ class Generation:
     """
 
     def __init__(
-        self, plan: Plan, terms: Terms, first: Output, outputs: AsyncGenerator[Output, None], first_at: float
+        self,
+        plan: Plan,
+        terms: Terms,
+        sampling: Sampling,
+        first: Output,
+        outputs: AsyncGenerator[Output, None],
+        ttft_s: float,
     ) -> None:
         self.plan: Final = plan
+        self.sampling: Final = sampling
         self.n: Final = terms.n
+        self.answer: Final = Answer() if plan.comparison is not None else None
         self.prompt_logprobs: Final = first.prompt_logprobs
         self.cached_tokens = first.cached_tokens
         self.completion_tokens = 0
         self.finish_reasons: dict[int, str] = {}
         self.prefill_s = first.prefill_s or 0.0
-        self.first_at: Final = first_at
+        self.ttft_s: Final = ttft_s
         self._prompt_only: Final = terms.prompt_only
         self._first: Output | None = first
         self._outputs: Final = outputs
@@ -119,6 +147,8 @@ class Generation:
             self.completion_tokens = output.completion_tokens
         else:
             self.completion_tokens += len(output.token_ids)
+        if self.answer is not None:
+            self.answer.add(output)
         if output.finish_reason is not None:
             self.finish_reasons[output.index] = output.finish_reason
 
@@ -138,14 +168,19 @@ class Dispatcher:
         max_queue: int,
         timeout_s: float,
         on_served: Callable[[Generation], None] | None = None,
+        on_load: Callable[[], None] | None = None,
     ) -> None:
-        """``on_served`` hears of every request that was answered, at least in part, when it has ended."""
+        """``on_served`` hears of every request that was answered, at least in part, when it has ended.
+
+        ``on_load`` is called whenever ``active`` has grown.
+        """
         self._replicas: Final = replicas
         self._router: Final = router
         self._statistics: Final = statistics
         self._max_queue: Final = max_queue
         self._timeout_s: Final = timeout_s
         self._on_served: Final = on_served
+        self._on_load: Final = on_load
         self.active = 0
         """Requests that wait or run."""
 
@@ -164,6 +199,8 @@ class Dispatcher:
         if self.active >= self._max_queue:
             raise OverloadedError(f"{self.active} requests are waiting or running, which is the limit; try again.")
         self.active += 1
+        if self._on_load is not None:
+            self._on_load()
         account = _Account(self._statistics, arrived)
         try:
             async with asyncio.timeout(self._timeout_s), AsyncExitStack() as stack:
@@ -226,7 +263,7 @@ class Dispatcher:
             first = await anext(outputs)
             flight.prefilled()
             await stack.enter_async_context(attempt.pop_all())
-        return Generation(plan, terms, first, outputs, time.monotonic())
+        return Generation(plan, terms, request.sampling, first, outputs, time.monotonic() - account.arrived)
 
     async def _wait_for_a_replica(self) -> None:
         """Wait until some replica is ready; gives up early when none is on its way."""
@@ -243,7 +280,7 @@ class _Account:
 
     def __init__(self, statistics: Statistics, arrived: float) -> None:
         self._statistics = statistics
-        self._arrived = arrived
+        self.arrived: Final = arrived
         self.plan: Plan | None = None
         self.generation: Generation | None = None
 
@@ -264,7 +301,7 @@ class _Account:
                 generation.cached_tokens or 0,
                 generation.completion_tokens,
             )
-            ttft_s, prefill_s = generation.first_at - self._arrived, generation.prefill_s
+            ttft_s, prefill_s = generation.ttft_s, generation.prefill_s
             saved_s = self._statistics.prefill_cost(plan.replica_id).saved(prompt, cached)
         self._statistics.record(
             RequestRecord(

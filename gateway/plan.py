@@ -5,11 +5,18 @@ The API sends it, ``/v1/explain`` shows it, offline analysis sums it up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import msgspec
 
 from gateway.canonical.learning.observation import Observation
+from gateway.config import OrderMode
 
-__all__ = ["Caller", "Change", "Plan"]
+__all__ = ["Arm", "Caller", "Change", "Comparison", "OrderDecision", "Plan"]
+
+Arm = Literal["reordered", "preserved"]
+"""The side of a hold-out on which a request is."""
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -32,13 +39,37 @@ class Change(msgspec.Struct, frozen=True):
     what: str
 
 
+class OrderDecision(msgspec.Struct, frozen=True):
+    """Which order a request's documents take so that its answers suffer no harm (``gateway.quality``).
+
+    ``note`` says why it is not the one that was asked for. ``arm`` is None without a hold-out. ``compared``: the answer
+    is to be compared with one in the application's order.
+    """
+
+    order: OrderMode
+    note: str | None = None
+    arm: Arm | None = None
+    compared: bool = False
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """What it takes to compare a reordered request's answer with one in the application's order.
+
+    ``application_prompt`` makes the token ids of the prompt in that order, ``gold`` are acceptable answers.
+    """
+
+    application_prompt: Callable[[], list[int]]
+    gold: tuple[str, ...] = ()
+
+
 class Plan(msgspec.Struct, frozen=True):
     """A rendered, tokenized, keyed and routed prompt.
 
     ``keys`` are the chained keys of its full blocks under ``root``. ``predicted_cached`` is the number of prompt tokens
     that ``replica_id`` is believed to hold. ``order`` is the document order that was applied (``none`` without
     documents), ``document_ids`` the documents as laid out. ``template`` is the registered template's name or
-    ``unregistered``. ``note`` says why nothing was done when nothing was done; None when something was.
+    ``unregistered``. ``note`` says why nothing was done when nothing was done, or why the documents kept their order.
+    ``arm`` and ``comparison`` are what the quality gate wants of this request, None for most.
     ``observation`` is what may be learned from the request once it is answered, if anything.
     """
 
@@ -55,3 +86,5 @@ class Plan(msgspec.Struct, frozen=True):
     note: str | None = None
     use_cache: bool = True
     observation: Observation | None = None
+    arm: Arm | None = None
+    comparison: Comparison | None = None

@@ -7,26 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from cache_policy.keys import Namespace, derive_root
+from gateway.canonical.layout import Layout
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Observation
 from gateway.canonical.pipeline import Canonicalizer, CanonicalPrompt
 from gateway.canonical.registry import TemplateRegistry
 from gateway.canonical.templates import UNREGISTERED
-from gateway.config import CanonicalConfig, TemplateConfig
+from gateway.config import CanonicalConfig, OrderMode, TemplateConfig
 from gateway.errors import InvalidRequestError, ModelNotFoundError
-from gateway.plan import Caller, Change, Plan
+from gateway.plan import Arm, Caller, Change, Comparison, OrderDecision, Plan
 from gateway.prompt import PromptRenderer
 from gateway.routing.placement import Placement, cheapest, encode_text, place_tokens, refuse_too_long, weigh_chat
 from gateway.routing.router import Candidate
 from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 
-__all__ = ["Fleet", "RequestPath", "WeighedChat", "single_prompt"]
+__all__ = ["Fleet", "OrderRule", "RequestPath", "WeighedChat", "single_prompt"]
+
+OrderRule = Callable[[str, OrderMode, ChatRequest, Caller], OrderDecision]
+"""Asked by template and the order wanted for a request with several documents; changes nothing."""
 
 _PASSED_ON: Final = "text completions are passed on as they are"
 
@@ -43,6 +47,7 @@ class WeighedChat(msgspec.Struct, frozen=True):
     """A chat request at every candidate, and the one that was chosen."""
 
     canonical: CanonicalPrompt
+    decision: OrderDecision
     placements: tuple[Placement, ...]
     chosen: Placement
 
@@ -53,6 +58,7 @@ class RequestPath:
     ``model`` is the served name that bodies must give, ``secret`` the deployment secret behind the block keys.
     ``templates`` are those of the configuration; more are published to the attribute of the same name. ``learned``
     recognises others; whoever composes the path shows it the observations of plans that were carried out.
+    ``order_rule`` has the last word on the order of documents; without one it is as asked.
     """
 
     def __init__(
@@ -65,11 +71,13 @@ class RequestPath:
         renderer: PromptRenderer,
         router: Fleet,
         learned: TemplateLearner | None = None,
+        order_rule: OrderRule | None = None,
     ) -> None:
         """Compile the templates. Raises ``ConfigError`` when one is malformed."""
         self._model: Final = model
         self._renderer: Final = renderer
         self._router: Final = router
+        self._order_rule: Final = order_rule
         self.templates: Final = TemplateRegistry(templates, normalize=canonical.text)
         self._canonicalizer: Final = Canonicalizer(canonical, self.templates, learned)
         self._derive_root: Final = lru_cache(maxsize=4096)(lambda namespace: derive_root(secret, namespace))
@@ -84,7 +92,7 @@ class RequestPath:
         """
         self.check_model(body.model)
         weighed = self.weigh_chat(body, caller)
-        canonical, placement = weighed.canonical, weighed.chosen
+        canonical, decision, placement = weighed.canonical, weighed.decision, weighed.chosen
         documents = canonical.layout.documents
         return _plan(
             placement,
@@ -92,8 +100,10 @@ class RequestPath:
             use_cache=_uses_cache(body),
             template=canonical.template,
             document_ids=tuple(documents[index].id for index in placement.order),
-            changes=(*canonical.changes, *_order_changes(canonical, placement)),
-            note=canonical.note,
+            changes=(*canonical.changes, *_order_changes(decision.order, placement)),
+            note=decision.note or canonical.note,
+            arm=decision.arm,
+            comparison=self._comparison(canonical.layout, body) if decision.compared and _moved(placement) else None,
             observation=canonical.observation,
         )
 
@@ -104,15 +114,16 @@ class RequestPath:
         """
         with _nesting_refused():
             canonical = self._canonicalizer.canonicalize(body, caller.tenant)
+            decision = self._decide(canonical, body, caller)
             placements = weigh_chat(
                 canonical.layout,
-                canonical.order,
+                decision.order,
                 self._router.candidates(),
                 self._root_of(body, caller),
                 self._renderer,
                 use_cache=_uses_cache(body),
             )
-        return WeighedChat(canonical, tuple(placements), cheapest(placements))
+        return WeighedChat(canonical, decision, tuple(placements), cheapest(placements))
 
     def plan_completion(self, body: CompletionRequest, caller: Caller) -> Plan:
         """Decide where a text completion goes; its prompt is left as it is. Raises as ``plan_chat``."""
@@ -134,13 +145,25 @@ class RequestPath:
         """The ids of a chat prompt after canonicalization, documents in the caller's order. Raises as ``plan_chat``."""
         self.check_model(body.model)
         with _nesting_refused():
-            layout = self._canonicalizer.canonicalize(body, caller.tenant).layout
-            return self._renderer.encode_prompt(self._renderer.render(layout.arrange(layout.documents), layout.tools))
+            return self._application_prompt(self._canonicalizer.canonicalize(body, caller.tenant).layout)
 
     def check_model(self, name: str) -> None:
         """Raises ``ModelNotFoundError`` unless ``name`` is the model that is served."""
         if name != self._model:
             raise ModelNotFoundError(f"The model {name[:128]!r} is not served here; {self._model!r} is.", param="model")
+
+    def _decide(self, canonical: CanonicalPrompt, body: ChatRequest, caller: Caller) -> OrderDecision:
+        if self._order_rule is None or len(canonical.layout.documents) < 2:
+            return OrderDecision(canonical.order)
+        return self._order_rule(canonical.template, canonical.order, body, caller)
+
+    def _comparison(self, layout: Layout, body: ChatRequest) -> Comparison:
+        gold = body.headstart.gold if body.headstart is not None else None
+        return Comparison(partial(self._application_prompt, layout), tuple(gold or ()))
+
+    def _application_prompt(self, layout: Layout) -> list[int]:
+        """The ids with the documents in the caller's order."""
+        return self._renderer.encode_prompt(self._renderer.render(layout.arrange(layout.documents), layout.tools))
 
     def _root_of(self, body: SamplingFields, caller: Caller) -> Callable[[Candidate], bytes]:
         """The key root per replica: who asks (never the body alone), which weights, and the body's own narrowing."""
@@ -172,6 +195,8 @@ def _plan(
     changes: tuple[Change, ...] = (),
     note: str | None = None,
     observation: Observation | None = None,
+    arm: Arm | None = None,
+    comparison: Comparison | None = None,
 ) -> Plan:
     return Plan(
         token_ids=placement.token_ids,
@@ -187,16 +212,22 @@ def _plan(
         note=note,
         use_cache=use_cache,
         observation=observation,
+        arm=arm,
+        comparison=comparison,
     )
 
 
-def _order_changes(canonical: CanonicalPrompt, placement: Placement) -> tuple[Change, ...]:
+def _moved(placement: Placement) -> int:
+    """How many documents stand at another place than the caller's."""
+    return sum(index != position for position, index in enumerate(placement.order))
+
+
+def _order_changes(wanted: OrderMode, placement: Placement) -> tuple[Change, ...]:
     """What became of the documents' order, if anything did."""
     changes = []
-    if placement.mode != canonical.order and placement.mode == "canonical":
+    if placement.mode != wanted and placement.mode == "canonical":
         changes.append(Change("order", "sorted by id: with this tokenizer their tokens depend on their place"))
-    moved = sum(index != position for position, index in enumerate(placement.order))
-    if moved:
+    if moved := _moved(placement):
         reason = f"; the first {placement.led} lead on {placement.candidate.replica_id}" if placement.led else ""
         changes.append(Change("order", f"{moved} of {len(placement.order)} documents stand at another place{reason}"))
     return tuple(changes)

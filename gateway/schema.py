@@ -46,7 +46,7 @@ class HeadstartOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``template`` names a registered template and ``fields`` gives the values of its declared fields (then the
     messages need no system message). ``order`` and ``hoist`` override the defaults, ``bypass`` neither reads
-    nor fills the cache.
+    nor fills the cache. ``gold`` are acceptable answers; the quality gate looks for them where it compares.
     """
 
     template: str | None = None
@@ -54,6 +54,7 @@ class HeadstartOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: OrderMode | None = None
     hoist: HoistMode | None = None
     bypass: bool = False
+    gold: Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=32)] | None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

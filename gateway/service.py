@@ -22,6 +22,9 @@ from gateway.generation import Dispatcher, Generation
 from gateway.identity import Authenticator
 from gateway.plan import Caller
 from gateway.prompt import PromptRenderer
+from gateway.quality.gate import QualityGate
+from gateway.quality.report import QualityReport
+from gateway.quality.shadows import Shadows
 from gateway.replicas.base import Replica, ReplicaState
 from gateway.replicas.engine import EngineReplica
 from gateway.replicas.openai_http import OpenAIReplica
@@ -61,7 +64,9 @@ class Gateway:
         self.draining = False
         self.authenticator: Final = Authenticator(config)
         self.renderer: Final = PromptRenderer(folder)
-        self.statistics: Final = Statistics(config.redis, replicas)
+        secret = _secret(config)
+        self.quality: Final = QualityGate(config.quality, model=model, secret=secret)
+        self.statistics: Final = Statistics(config.redis, replicas, companions=(self.quality,))
         self.router: Final = Router(self.statistics.prefill_cost)
         self.eviction: Final = EvictionControl(self.replicas, config.engine.policy)
         self.whatif: Final = self._ghosts(config.whatif) if config.whatif.enabled else None
@@ -70,12 +75,13 @@ class Gateway:
         self.proposals: Final = TemplateProposals(self.learner, config.canonical.hoist)
         self.path: Final = RequestPath(
             model=model,
-            secret=_secret(config),
+            secret=secret,
             canonical=config.canonical,
             templates=config.templates,
             renderer=self.renderer,
             router=self.router,
             learned=self.learner,
+            order_rule=self.quality.decide,
         )
         file = None if config.templates_file is None else Path(config.templates_file).expanduser()
         self.templates: Final = TemplateStore(file, self.path.templates)
@@ -86,8 +92,15 @@ class Gateway:
             max_queue=config.limits.max_queue,
             timeout_s=config.limits.request_timeout_s,
             on_served=self._follow,
+            on_load=lambda: self.shadows.arrived(),
         )
-        self._when_draining: list[Callable[[], None]] = []
+        self.shadows: Final = Shadows(
+            self.replicas,
+            active=lambda: self.dispatcher.active,
+            busy=config.quality.busy,
+            judge=self.quality.judge,
+        )
+        self._when_draining: list[Callable[[], None]] = [self.shadows.close]
         for replica in replicas:
             replica.observe(self.statistics)  # before the router, whose choices read its cost curves
             replica.observe(self.router)
@@ -113,11 +126,16 @@ class Gateway:
         """How many replicas serve now."""
         return sum(replica.state is ReplicaState.READY for replica in self.replicas.values())
 
+    def quality_report(self) -> QualityReport:
+        """What is known of the order of documents, by template."""
+        return QualityReport(self.quality.report(), self.shadows.status)
+
     async def start(self) -> None:
         """Start statistics and replicas; returns without waiting for the replicas."""
         await self.statistics.start()
         if self.recorder is not None:
             await self.recorder.start()
+        self.shadows.start()
         for replica in self.replicas.values():
             await replica.start()
 
@@ -144,6 +162,7 @@ class Gateway:
     async def stop(self, grace: float = 0.0) -> None:
         """Drain, give requests in hand ``grace`` seconds, end everything. Safe to call when ``start`` has failed."""
         self.drain()
+        await self.shadows.stop()
         await asyncio.gather(*[replica.stop(grace) for replica in self.replicas.values()])
         await self.statistics.stop()
         if self.recorder is not None:
@@ -157,7 +176,9 @@ class Gateway:
         )
 
     def _follow(self, generation: Generation) -> None:
-        """Let the learner, the ghost caches and the trace recorder have a request that was answered."""
+        """Let the quality gate, learner, ghost caches and trace recorder have a request that was answered."""
+        self.quality.served(generation)
+        self.shadows.offer(generation)
         plan = generation.plan
         info = self.replicas[plan.replica_id].info
         if not plan.use_cache or info is None:

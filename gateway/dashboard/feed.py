@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Final, Literal
 
 import msgspec
 
 from cache_policy.policy import POLICY_NAMES
 from gateway.eviction import EvictionControl, PolicyChange
+from gateway.quality.report import QualityReport
 from gateway.stats.snapshot import Series, Snapshot
 from gateway.stats.statistics import Statistics
 from gateway.stats.whatif import WhatIf, WhatIfReport
@@ -42,6 +43,7 @@ class Update(msgspec.Struct, frozen=True):
     snapshot: Snapshot
     series: Series
     eviction: Eviction
+    quality: QualityReport
 
 
 class Feed:
@@ -51,10 +53,17 @@ class Feed:
     a shutdown does not wait for pages that are left open.
     """
 
-    def __init__(self, statistics: Statistics, eviction: EvictionControl, whatif: WhatIf | None) -> None:
+    def __init__(
+        self,
+        statistics: Statistics,
+        eviction: EvictionControl,
+        whatif: WhatIf | None,
+        quality: Callable[[], QualityReport],
+    ) -> None:
         self._statistics = statistics
         self._eviction = eviction
         self._whatif = whatif
+        self._quality = quality
         self._closing = asyncio.Event()
         self._encoded: dict[Window, tuple[int, bytes]] = {}
         self._encode = msgspec.json.Encoder().encode
@@ -90,6 +99,7 @@ class Feed:
                 [*self._eviction.changes],
                 None if self._whatif is None else self._whatif.report(),
             ),
+            quality=self._quality(),
         )
         event = b"event: update\ndata: " + self._encode(update) + b"\n\n"
         self._encoded[window] = (tick, event)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import gateway
 from engine.wire import CacheEvent, EngineInfo, Load, StepTiming
@@ -18,7 +18,7 @@ from gateway.stats.fleet import Fleet
 from gateway.stats.recent import STEP_S, WINDOW_S, Recent
 from gateway.stats.record import RequestRecord
 from gateway.stats.snapshot import Grouping, MinuteRow, Series, Snapshot, StoreStatus, figures, group, replica_rows
-from gateway.stats.store import StatisticsStore
+from gateway.stats.store import Companion, StatisticsStore
 from gateway.stats.sums import Sums
 
 __all__ = ["Statistics"]
@@ -29,11 +29,17 @@ class Statistics:
 
     A ``ReplicaObserver``. ``record`` and the observer methods are synchronous and cheap; Redis is spoken to by a task
     of its own, so that Redis being slow, down or read-only costs a request nothing. Give it the replicas that should
-    be shown before they are first ready; others are shown from their ``on_ready`` on.
+    be shown before they are first ready; others are shown from their ``on_ready`` on. ``companions`` are shared through
+    the same Redis.
     """
 
     def __init__(
-        self, config: RedisConfig, replicas: Iterable[Replica] = (), *, clock: Callable[[], float] = time.time
+        self,
+        config: RedisConfig,
+        replicas: Iterable[Replica] = (),
+        *,
+        companions: Sequence[Companion] = (),
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
         self.started_at = clock()
@@ -45,7 +51,14 @@ class Statistics:
         self._costs: dict[str, PrefillCost] = {}
         self._counters: dict[str, _EngineCounters] = {}
         self._recent = Recent(Sums(), self.started_at)
-        self._store = StatisticsStore(config, epoch=self.epoch, aggregate=self.aggregate, fleet=self.fleet, clock=clock)
+        self._store = StatisticsStore(
+            config,
+            epoch=self.epoch,
+            aggregate=self.aggregate,
+            fleet=self.fleet,
+            companions=companions,
+            clock=clock,
+        )
         self._task: asyncio.Task[None] | None = None
 
     # --- life -------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ under the configured prefix (``headstart``):
 ``minute:{minute}``   hash    ``{epoch} ["template","tenant","replica"]`` -> sums of that minute (Unix time // 60);
                               expires after a day
 ``minutes``           zset    minute -> Unix time of its last write
+``{name}:epochs``     zset    for each companion by its name: epoch -> Unix time of its last change
+``{name}:{epoch}``    hash    what the companion of that epoch has to tell, in absolute values
 ====================  ======  ====================================================================================
 
 Each exchange first reads the number of its last write back. When it is not what was written, Redis has lost data (a
@@ -23,8 +25,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -43,7 +45,7 @@ from gateway.stats.fleet import Fleet
 from gateway.stats.snapshot import StoreStatus
 from gateway.stats.sums import Labels, Sums
 
-__all__ = ["StatisticsStore"]
+__all__ = ["Companion", "StatisticsStore"]
 
 _COMMAND_TIMEOUT_S = 2.0
 _EXCHANGE_TIMEOUT_S = 8.0
@@ -64,8 +66,39 @@ _decode_sums = msgspec.json.Decoder(Sums).decode
 _encode = msgspec.json.encode
 
 
+class Companion(Protocol):
+    """Something else that gateways share, few in number: written as a whole whenever it has changed.
+
+    ``revision`` is another number after each change. Numbers and names only, as everything here.
+    """
+
+    @property
+    def name(self) -> str:
+        """Begins its keys."""
+        ...
+
+    @property
+    def revision(self) -> int:
+        """Grows with each change of this gateway's own part."""
+        ...
+
+    def fields(self) -> dict[bytes, bytes]:
+        """This gateway's own part; fields only ever come or change."""
+        ...
+
+    def set_epoch(self, epoch: str, fields: Mapping[bytes, bytes]) -> bool:
+        """Replace the part of another epoch. False when some of it is not to be understood."""
+        ...
+
+    def keep_only(self, epochs: set[str]) -> None:
+        """Forget other epochs than these."""
+        ...
+
+
 class StatisticsStore:
     """Writes an aggregate to Redis and mirrors everyone else's into a fleet, in a task of its own.
+
+    ``companions`` are shared beside it in the same exchanges.
 
     Owns the connection, the embedded server (when ``config.url`` is None) and the status. No failure leaves it: Redis
     down, frozen, read-only or with foreign data under our keys only shows in ``status``, is retried with back-off, and
@@ -82,12 +115,14 @@ class StatisticsStore:
         epoch: str,
         aggregate: Aggregate,
         fleet: Fleet,
+        companions: Sequence[Companion] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
         self._epoch = epoch
         self._aggregate = aggregate
         self._fleet = fleet
+        self._companions = [_Shared(companion) for companion in companions]
         self._clock = clock
         self._embedded = EmbeddedValkey() if config.url is None else None
         self._client = None if config.url is None else _client(config.url)
@@ -159,6 +194,8 @@ class StatisticsStore:
             raise
         if not complete:
             self._aggregate.restore_all()
+            for shared in self._companions:
+                shared.written = None
         return complete
 
     async def _write_and_read(self, client: Redis, changes: Changes) -> bool:
@@ -185,6 +222,9 @@ class StatisticsStore:
         self._unreadable = None
         await self._read_epochs(client, {epoch.decode(): score for epoch, score in epochs}, now)
         await self._read_minutes(client, [int(minute) for minute in minutes])
+        for shared in self._companions:
+            if not await shared.exchange(client, self._config.prefix, self._epoch, now):
+                self._unreadable = f"ignored unreadable fields under {self._config.prefix}:"
         self._minutes_since = now - _CLOCK_SKEW_S
         return found in expected
 
@@ -243,6 +283,40 @@ class StatisticsStore:
             _log.info("statistics are shared", where=self.status.where)
         else:
             _log.warning("statistics stay in this process", where=self.status.where, state=state, reason=reason)
+
+
+class _Shared:
+    """How far one companion is written and read."""
+
+    def __init__(self, companion: Companion) -> None:
+        self.companion = companion
+        self.written: int | None = None
+        self.seen: dict[str, float] = {}
+
+    async def exchange(self, client: Redis, prefix: str, own: str, now: float) -> bool:
+        """Write what has changed, read what others changed; False when some of that is not to be understood."""
+        companion = self.companion
+        batch = _Batch(client, prefix)
+        revision = companion.revision
+        if revision != self.written and (fields := companion.fields()):
+            mapping: _Mapping = dict(fields.items())
+            batch.pipe.hset(batch.key(f"{companion.name}:{own}"), mapping=mapping)
+            batch.pipe.zadd(batch.key(f"{companion.name}:epochs"), {own: now})
+        batch.pipe.zrange(batch.key(f"{companion.name}:epochs"), 0, -1, withscores=True)
+        *_, scores = await batch.send()
+        self.written = revision
+        epochs = {epoch.decode(): score for epoch, score in scores}
+        epochs.pop(own, None)
+        readable = True
+        for chunk in _chunks([epoch for epoch, score in epochs.items() if self.seen.get(epoch) != score]):
+            batch = _Batch(client, prefix)
+            for epoch in chunk:
+                batch.pipe.hgetall(batch.key(f"{companion.name}:{epoch}"))
+            for epoch, told in zip(chunk, await batch.send(), strict=True):
+                readable = companion.set_epoch(epoch, told) and readable
+        self.seen = epochs
+        companion.keep_only(set(epochs))
+        return readable
 
 
 class _Batch:

@@ -7,6 +7,7 @@ import { Headline } from "./headline.js";
 import { Learned } from "./learned.js";
 import { Empty, Notices, Unlock } from "./messages.js";
 import { Pool } from "./pool.js";
+import { Quality } from "./quality.js";
 import { Tables } from "./tables.js";
 import { Header } from "./header.js";
 
@@ -80,7 +81,7 @@ function App() {
 }
 
 function Figures({ update, theme, adminKey }) {
-  const { snapshot, series, ever, eviction } = update;
+  const { snapshot, series, ever, eviction, quality } = update;
   const said = WINDOWS[update.window].said;
   const keyHeader = adminKey ? { authorization: `Bearer ${adminKey}` } : {};
   const pool = html`<${Pool} replicas=${snapshot.replicas} said=${said} />`;
@@ -95,6 +96,7 @@ function Figures({ update, theme, adminKey }) {
     ${pool}
     <${Eviction} eviction=${eviction} keyHeader=${keyHeader} />
     <${Learned} keyHeader=${keyHeader} />
+    <${Quality} quality=${quality} keyHeader=${keyHeader} />
     <${Tables} snapshot=${snapshot} said=${said} />
   `;
 }

@@ -15,21 +15,26 @@ from typing import Any, cast
 
 import pytest
 import uvicorn
-from litestar import Litestar, Request, Response, Router, put
+from litestar import Litestar, Request, Response, Router, post, put
 from litestar.connection import ASGIConnection
 from litestar.di import Provide
 from litestar.exceptions import NotAuthorizedException
 from litestar.handlers import BaseRouteHandler
+from litestar.params import FromPath
 
 from engine.wire import EngineInfo
 from gateway.api.learned import list_proposals, switch_proposal
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Source
 from gateway.canonical.learning.proposals import TemplateProposals
-from gateway.config import RedisConfig, WhatIfConfig
+from gateway.config import QualityConfig, RedisConfig, WhatIfConfig
 from gateway.dashboard.feed import Feed
 from gateway.dashboard.routes import asset, events, page
 from gateway.eviction import EvictionControl, PolicyChange
+from gateway.quality.gate import QualityGate
+from gateway.quality.ledger import Pair
+from gateway.quality.report import QualityReport
+from gateway.quality.shadows import ShadowStatus
 from gateway.replicas.base import Replica
 from gateway.stats.record import RequestRecord
 from gateway.stats.statistics import Statistics
@@ -60,6 +65,7 @@ class Site:
         self.eviction = EvictionControl({}, "lru")
         self.learner = TemplateLearner(salt=7)
         self.whatif = WhatIf(WhatIfConfig(policies=("s3fifo",)), policy=lambda: self.eviction.policy, seconds=_seconds)
+        self.quality = QualityGate(QualityConfig(sample=1.0), model="m", secret=b"s")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -69,7 +75,7 @@ class Site:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        feed = Feed(self.statistics, self.eviction, self.whatif)
+        feed = Feed(self.statistics, self.eviction, self.whatif, self.quality_report)
         proposals = TemplateProposals(self.learner, "suggest")
         learned = (list_proposals, switch_proposal)
 
@@ -81,7 +87,11 @@ class Site:
             return Response({"error": {"message": error.detail}}, status_code=401)
 
         app = Litestar(
-            [page, asset, Router("/", route_handlers=[events, self._switch(), *learned], guards=[wants_key])],
+            [
+                page,
+                asset,
+                Router("/", route_handlers=[events, self._switch(), self._judge(), *learned], guards=[wants_key]),
+            ],
             dependencies={
                 "feed": Provide(lambda: feed, sync_to_thread=False),
                 "proposals": Provide(lambda: proposals, sync_to_thread=False),
@@ -114,6 +124,19 @@ class Site:
             return {"policy": change.after, "replicas": {}}
 
         return switch
+
+    def quality_report(self) -> QualityReport:
+        return QualityReport(self.quality.report(), ShadowStatus(3, 4096, 12, 1, 0, 0))
+
+    def _judge(self) -> Any:
+        """The operator's other route."""
+
+        @post("/admin/quality/{template:str}", status_code=200)
+        async def judge(request: Request[Any, Any, Any], template: FromPath[str]) -> dict[str, Any]:
+            body = await request.json()
+            return {"reordering": self.quality.switch(template, reordering=body["reordering"]).reordering}
+
+        return judge
 
     def record(self, count: int, **changes: Any) -> None:
         fields: dict[str, Any] = {"template": "support", "cached_tokens": 50, "finished_at": time.time()} | changes
@@ -306,3 +329,25 @@ def test_found_fields_are_shown_with_their_evidence_and_switched(site: Site, bro
         proposal.get_by_text("left alone", exact=True).wait_for()
         assert {site.learner.decision(template.id) for _, template in site.learner.templates()} == {"off", None}
         assert tab.evaluate("document.documentElement.scrollWidth") == width
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_a_template_that_was_switched_off_says_why_and_is_switched_on_again(
+    site: Site, browser: Any, width: int
+) -> None:
+    site.record(4)
+    site.quality.judge("faq", Pair(0.0))
+    for _ in range(30):
+        site.quality.judge("support", Pair(0.9, 0.5, 1.0))
+    with opened(browser, site.url, width=width) as tab:
+        judged = tab.get_by_role("article", name="Quality of support")
+        judged.get_by_text("switched off, outside its bound").wait_for()
+        judged.get_by_text(
+            re.compile(r"Reordering was switched off: .* over \d+ compared requests, where 0\.05 is allowed\.")
+        ).wait_for()
+        judged.get_by_text("Gold answers lost").wait_for()
+        tab.get_by_role("article", name="Quality of faq").get_by_text("reordered, undecided").wait_for()
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+        judged.get_by_role("button", name="Switch on again").click()
+        judged.get_by_text("Reordered again; a new test has begun.").wait_for()
+        judged.get_by_text("reordered, undecided").wait_for()

@@ -20,11 +20,17 @@ from gateway.config import RedisConfig
 from gateway.dashboard.feed import WINDOWS, Feed
 from gateway.dashboard.routes import asset, page
 from gateway.eviction import EvictionControl
+from gateway.quality.report import QualityReport
+from gateway.quality.shadows import ShadowStatus
 from gateway.stats.metrics import Exposition
 from gateway.stats.record import RequestRecord
 from gateway.stats.statistics import Statistics
 
 STATIC = Path(__file__).parents[3] / "gateway" / "dashboard" / "static"
+
+
+def no_quality() -> QualityReport:
+    return QualityReport([], ShadowStatus(0, 0, 0, 0, 0, 0))
 
 
 @pytest.fixture
@@ -124,7 +130,9 @@ def test_metrics_are_served_in_the_text_format(client: TestClient[Litestar], sta
 @pytest.mark.parametrize("window", WINDOWS)
 def test_events_carry_figures_and_series_of_their_window(window: Any, statistics: Statistics) -> None:
     statistics.record(make_record(time.time()))
-    name, data = Feed(statistics, EvictionControl({}, "lru"), None).event(window).decode().rstrip().split("\n")
+    name, data = (
+        Feed(statistics, EvictionControl({}, "lru"), None, no_quality).event(window).decode().rstrip().split("\n")
+    )
     assert name == "event: update"
     update = json.loads(data.removeprefix("data: "))
     assert (update["window"], update["ever"]) == (window, 1)
@@ -138,14 +146,14 @@ def test_pages_that_watch_the_same_window_share_an_encoding(
     statistics: Statistics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.dashboard.feed.time.monotonic", lambda: 100.5)
-    feed = Feed(statistics, EvictionControl({}, "lru"), None)
+    feed = Feed(statistics, EvictionControl({}, "lru"), None, no_quality)
     assert feed.event("1h") is feed.event("1h")
     assert feed.event("1h") is not feed.event("15m")
 
 
 def test_closing_the_feed_ends_open_streams_and_new_ones_at_once(statistics: Statistics) -> None:
     async def scenario() -> None:
-        feed = Feed(statistics, EvictionControl({}, "lru"), None)
+        feed = Feed(statistics, EvictionControl({}, "lru"), None, no_quality)
         stream = feed.stream("15m")
         assert (await anext(stream)).startswith(b"event: update")
         waiting = asyncio.ensure_future(anext(stream, None))
