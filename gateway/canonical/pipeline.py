@@ -16,7 +16,7 @@ from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Observation, Source
 from gateway.canonical.messages import Message, last_user_message, read_messages
 from gateway.canonical.pasting import find_pasted, order_of_pasted, pasted_into_system, with_original_documents
-from gateway.canonical.recognized import Region
+from gateway.canonical.recognized import Region, find_undeclared
 from gateway.canonical.registry import TemplateRegistry
 from gateway.canonical.repetition import given_above, reference, reference_in_xml
 from gateway.canonical.templates import UNREGISTERED, FilledTemplate
@@ -102,6 +102,8 @@ class Canonicalizer:
             raise InvalidRequestError("documents need a message with role 'user', the question.", param="documents")
         hoist_mode = options.hoist or (template and template.config.hoist) or self._defaults.hoist
         messages, metadata, hoist_changes = _hoist(system, hoist_mode, target)
+        if system.learned and system.pasted is not None:  # fields in front of them may have been moved
+            system = msgspec.structs.replace(system, pasted=find_undeclared(messages[0].content, system=True))
         tools, tool_changes = canonical_tools(body.tools or ()) if self._defaults.text else (body.tools or [], ())
         settled = _settle_documents(body, system, messages, target)
         structured = settled.pasted is None and bool(settled.documents or settled.references)
@@ -130,13 +132,10 @@ class Canonicalizer:
         )
 
     def _observation(self, body: ChatRequest, tenant: str, system: _System) -> Observation | None:
-        """What to learn from: the first system message, where no registered template has its form.
-
-        One that holds documents teaches nothing: they differ from request to request too.
-        """
+        """What to learn from: the first system message, where no registered template has its form."""
         mode = (body.headstart and body.headstart.hoist) or self._defaults.hoist
         leading = system.messages[0]
-        if self._learned is None or system.filled is not None or system.pasted is not None or not leading.is_system:
+        if self._learned is None or system.filled is not None or not leading.is_system:
             return None
         if mode not in ("suggest", "apply"):
             return None

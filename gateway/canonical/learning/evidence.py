@@ -85,16 +85,17 @@ class FieldEvidence:
     ``moving`` says whether the field differs between requests by this evidence. That takes 8 requests, a change in
     every 25th of them, and 3 values; of names 8 and of other words 16, since a few of those are rather variants of
     the prompt. It ends when fewer than one request in 200 of a full window changes the value: a constant is never
-    moved, and what seldom changes does not flap.
+    moved, and what seldom changes does not flap. ``bulky`` is what changes as often and is too long to be moved.
     """
 
-    __slots__ = ("_before", "_last", "_now", "moving")
+    __slots__ = ("_before", "_last", "_now", "bulky", "moving")
 
     def __init__(self) -> None:
         self._before = _Half()
         self._now = _Half()
         self._last: int | None = None
         self.moving = False
+        self.bulky = False
 
     def add(self, value: str, digest: int) -> None:
         """Count the value of one request by its digest; ``value`` is only looked at."""
@@ -115,21 +116,20 @@ class FieldEvidence:
             now.shapes[SHAPES.index(shape_of(value))] += 1
 
     def decide(self) -> bool:
-        """Bring ``moving`` up to date, at least each time that half a window is full; says whether it changed."""
+        """Bring ``moving`` and ``bulky`` up to date, at least per half window; says whether either changed."""
         requests, changes = self.requests, self.changes
-        if self.moving:
-            calm = requests == WINDOW and changes < _LEAVE_RATE * WINDOW
-            wanted = self.movable and not calm
+        if self.moving or self.bulky:
+            volatile = requests < WINDOW or changes >= _LEAVE_RATE * WINDOW
         else:
-            wanted = (
-                self.movable
-                and requests >= _MIN_REQUESTS
-                and self.distinct >= _MIN_DISTINCT.get(self.shape, _MIN_DISTINCT_IDS)
+            volatile = (
+                requests >= _MIN_REQUESTS
                 and changes >= _ENTER_RATE * requests
+                and self.distinct >= _MIN_DISTINCT.get(self.shape, _MIN_DISTINCT_IDS)
             )
-        changed = wanted != self.moving
-        self.moving = wanted
-        return changed
+        before = self.moving, self.bulky
+        self.moving = volatile and self.movable
+        self.bulky = volatile and not self.movable
+        return before != (self.moving, self.bulky)
 
     @property
     def requests(self) -> int:

@@ -20,6 +20,7 @@ from gateway.canonical.templates import FilledTemplate, Template, split_text
 __all__ = ["Form", "field_name", "form_id"]
 
 _LABEL: Final = re.compile(r"([A-Za-z][\w-]*(?: [\w-]+){0,3}) ?[:=] ?[\"'(\[<]?$", re.ASCII)
+_APART: Final = 6
 _LABEL_CHARS: Final = 64
 _NAMES: Final[dict[Shape, str]] = {
     "date-time": "time",
@@ -50,12 +51,23 @@ class Form(msgspec.Struct, frozen=True):
         return cls(tuple(literals), ("",) * fields, (False,) * fields)
 
     def decided(self, evidence: Sequence[FieldEvidence]) -> Form:
-        """The same form with those fields moved that ``evidence`` calls volatile."""
-        names = list(self.fields)
+        """The same form with those fields moved that ``evidence`` calls volatile.
+
+        A bulky field mostly holds documents. No prefix is shared behind it, so fields there stay; so do those with
+        fewer than 6 words between them and it, which may be a document's own title, source or number.
+        """
+        names, moved = list(self.fields), [seen.moving for seen in evidence]
+        bulk = next((index for index, seen in enumerate(evidence) if seen.bulky), None)
+        if bulk is not None:
+            words = 0
+            for index in reversed(range(bulk)):
+                words += len(self.literals[index + 1].split())
+                moved[index] &= words >= _APART
+            moved[bulk:] = [False] * (len(moved) - bulk)
         for index, (seen, before) in enumerate(zip(evidence, self.literals, strict=False)):
-            if seen.moving and not names[index]:
+            if moved[index] and not names[index]:
                 names[index] = field_name(before, seen.shape, names)
-        return Form(self.literals, tuple(names), tuple(seen.moving for seen in evidence))
+        return Form(self.literals, tuple(names), tuple(moved))
 
     @property
     def literal_chars(self) -> int:

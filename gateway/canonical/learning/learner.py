@@ -43,13 +43,16 @@ _MIN_TEXTS: Final = 6  # of a candidate before it is learned,
 _MIN_STEADY: Final = 2  # the last ones of which have left its skeleton as it was
 _MIN_WORDS: Final = 3
 _ALIKE: Final = 0.6  # share of words in common
-_CORE_TEXTS: Final = 3  # after which a skeleton's words count alone,
-_CORE_WORDS: Final = 8  # when there are as many,
-_CORE_ALIKE: Final = 0.9  # and so many are there
+_CORE_WORDS: Final = 8  # of a skeleton, which then count alone,
+_CORE_ALIKE: Final = 0.9  # if so many are there
+_PHRASE: Final = 6  # words
+_SENTENCE: Final = 12  # tokens
+_COMMON_PHRASES: Final = 8  # of two prompts with the same sentences
+_NEVER_REPEATED: Final = 6  # texts with such sentences in common
 _VARIANTS: Final = 3  # learned templates that differ in little and are rather values of one more field
 _VARIANT_ALIKE: Final = 0.8
 _OFTEN: Final = 64  # requests during which evidence is weighed each time, then after each so many
-_CREDIT: Final = 100_000  # characters that a source may have looked at closely in advance,
+_CREDIT: Final = 200_000  # characters that a source may have looked at closely in advance,
 _REFILL: Final = 200  # and for each further request: some 50 µs
 _FIELD_WEIGHT: Final = 16
 
@@ -97,20 +100,45 @@ class LearnedTemplate:
         self.form = msgspec.structs.replace(self.form, fields=tuple(names)).decided(self.evidence)
 
 
+class _Text(msgspec.Struct, frozen=True):
+    """A text to be aligned: its tokens, their digests, the words among those, and its phrases.
+
+    A phrase is a digest of a few words in a row. Templates have them in common; documents that an application pasted
+    into them, however long, do not.
+    """
+
+    tokens: list[str]
+    digests: array[int]
+    words: frozenset[int]
+    phrases: frozenset[int]
+
+
 class _Candidate:
-    """A skeleton in the making: the tokens' digests, the words among them, how many texts, how many without change."""
+    """A skeleton in the making: the tokens' digests, the words among them, how many texts, how many without change.
 
-    __slots__ = ("digests", "steady", "texts", "words")
+    ``phrases`` are those of its only text, until there is a second one.
+    """
 
-    def __init__(self, digests: array[int], words: frozenset[int]) -> None:
-        self.digests = digests
-        self.words = words
+    __slots__ = ("digests", "phrases", "steady", "texts", "words")
+
+    def __init__(self, text: _Text) -> None:
+        self.digests = text.digests
+        self.words = text.words
+        self.phrases = text.phrases
         self.texts = 1
         self.steady = 0
 
     @property
     def weight(self) -> int:
-        return len(self.digests)
+        return len(self.digests) + 2 * len(self.phrases)
+
+    def shrink(self, digests: array[int]) -> None:
+        """One text more, and this is what is left."""
+        self.texts += 1
+        self.steady = self.steady + 1 if digests == self.digests else 0
+        self.digests = digests
+        self.words &= frozenset(digests)
+        self.phrases = frozenset()
 
     def likeness(self, words: frozenset[int]) -> int:
         """How many words it has in common with a text of these; 0 when the text is of another template.
@@ -120,7 +148,7 @@ class _Candidate:
         common = len(self.words & words)
         if common >= _ALIKE * max(len(self.words), len(words)):
             return common
-        core = self.texts >= _CORE_TEXTS and len(self.words) >= _CORE_WORDS
+        core = self.texts > 1 and len(self.words) >= _CORE_WORDS
         return common if core and common >= _CORE_ALIKE * len(self.words) else 0
 
 
@@ -277,20 +305,20 @@ class TemplateLearner:
 
     def _examine(self, source: Source, known: _Source, text: str) -> None:
         """Align a text of no known form with the candidate that it resembles most."""
-        tokens = split_tokens(text)
-        digests = array("Q", [self._digest(token) for token in tokens])
-        words = frozenset([digest for token, digest in zip(tokens, digests, strict=True) if is_word(token)])
-        candidate = max(known.candidates, key=lambda other: other.likeness(words), default=None)
-        if candidate is None or not candidate.likeness(words):
-            known.candidates.append(_Candidate(digests, words))
+        read = self._read(text)
+        tokens, digests = read.tokens, read.digests
+        candidate = max(known.candidates, key=lambda other: other.likeness(read.words), default=None)
+        if candidate is None or not candidate.likeness(read.words):
+            candidate = _never_repeated(known.candidates, read.phrases)
+        if candidate is None:
+            known.candidates.append(_Candidate(read))
             del known.candidates[:-MAX_TEMPLATES]
             return
         known.candidates.remove(candidate)
         skeleton = generalize(candidate.digests, tokens, digests)
-        candidate.texts += 1
-        candidate.steady = candidate.steady + 1 if skeleton.digests == candidate.digests else 0
-        candidate.digests = skeleton.digests
-        candidate.words &= frozenset(skeleton.digests)
+        if skeleton.digests.count(GAP) > MAX_FIELDS:
+            skeleton = generalize(candidate.digests, tokens, digests, shortest=_SENTENCE)
+        candidate.shrink(skeleton.digests)
         if len(candidate.words) < _MIN_WORDS or skeleton.digests.count(GAP) > MAX_FIELDS:
             return  # what these texts share is no template
         if candidate.texts < _MIN_TEXTS or candidate.steady < _MIN_STEADY:
@@ -318,8 +346,25 @@ class TemplateLearner:
         learned.follow(heir, fields)
         known.admit(learned)
 
+    def _read(self, text: str) -> _Text:
+        tokens = split_tokens(text)
+        digests = array("Q", [self._digest(token) for token in tokens])
+        words = [digest for token, digest in zip(tokens, digests, strict=True) if is_word(token)]
+        phrases = frozenset(map(hash, zip(*(words[start:] for start in range(_PHRASE)), strict=False)))
+        return _Text(tokens, digests, frozenset(words), phrases)
+
     def _digest(self, text: str) -> int:
         return xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass"), self._salt) or 1
+
+
+def _never_repeated(candidates: Sequence[_Candidate], phrases: frozenset[int]) -> _Candidate | None:
+    """The latest of several texts that share whole sentences with this one, and were never made again.
+
+    That is how prompts with documents in them look. Several templates with one preamble look so too, but each of them
+    comes again soon.
+    """
+    alike = [other for other in candidates if len(other.phrases & phrases) >= _COMMON_PHRASES]
+    return alike[-1] if len(alike) >= _NEVER_REPEATED else None
 
 
 def _alike(left: frozenset[int], right: frozenset[int]) -> bool:

@@ -51,10 +51,11 @@ class Skeleton(msgspec.Struct, frozen=True):
         return masked
 
 
-def generalize(digests: array[int], tokens: Sequence[str], text: array[int]) -> Skeleton:
+def generalize(digests: array[int], tokens: Sequence[str], text: array[int], *, shortest: int = 1) -> Skeleton:
     """What the skeleton ``digests`` and a text have in common; ``tokens`` and ``text`` are its tokens, digests too.
 
-    Cost grows with the number of tokens times its logarithm.
+    Of the constant parts between two gaps those with fewer than ``shortest`` tokens are left out: by chance, long texts
+    have many words in common. Cost grows with the number of tokens times its logarithm.
     """
     pairs = _align(digests, text)
     runs: list[tuple[int, int]] = []
@@ -65,30 +66,26 @@ def generalize(digests: array[int], tokens: Sequence[str], text: array[int]) -> 
             runs.append((token, token + 1))
     opens = pairs[0] != (0, 0) if pairs else bool(digests or text)
     ends = pairs[-1] != (len(digests) - 1, len(text) - 1) if pairs else opens
-    runs = _without_joints(runs, tokens, opens, ends)
+    last = len(runs) - 1
+    runs = [
+        run
+        for index, run in enumerate(runs)
+        if (index == 0 and not opens) or (index == last and not ends) or _stands(run, tokens, shortest)
+    ]
     merged = array("Q", [GAP] if opens else [])
-    for index, (first, last) in enumerate(runs):
+    for index, (first, stop) in enumerate(runs):
         if index:
             merged.append(GAP)
-        merged.extend(text[first:last])
+        merged.extend(text[first:stop])
     if ends and runs:
         merged.append(GAP)
     return Skeleton(merged, tuple(runs), opens, ends)
 
 
-def _without_joints(
-    runs: list[tuple[int, int]], tokens: Sequence[str], opens: bool, ends: bool
-) -> list[tuple[int, int]]:
-    """Leave out single joints between two gaps: there is one value on both sides of them."""
-    last = len(runs) - 1
-    return [
-        run
-        for index, run in enumerate(runs)
-        if run[1] - run[0] > 1
-        or not is_joint(tokens[run[0]])
-        or (index == 0 and not opens)
-        or (index == last and not ends)
-    ]
+def _stands(run: tuple[int, int], tokens: Sequence[str], shortest: int) -> bool:
+    """Whether a constant part between two gaps is one. A single joint is not: one value is on both sides of it."""
+    length = run[1] - run[0]
+    return length >= shortest and (length > 1 or not is_joint(tokens[run[0]]))
 
 
 def _align(left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:

@@ -91,6 +91,27 @@ def test_another_tenant_gains_nothing_by_what_was_learned() -> None:
     assert Stage(hoist="apply").ask(body(41), tenant="bolt").template == UNREGISTERED
 
 
+def test_fields_in_front_of_documents_in_the_system_message_move_and_the_documents_stay_as_they_are() -> None:
+    stage = Stage(hoist="apply")
+    system = (
+        "Answer from the passages, as of {now}. Cite the id of each passage that you have used.\n{documents}\nBe brief."
+    )
+
+    def asked(number: int) -> ChatRequest:
+        blocks = [f'<document id="kb-{number + n}">\nFact {number * n}.\n\nIt is  so.</document>' for n in range(3)]
+        return body(number, system.replace("{documents}", "\n".join(blocks)))
+
+    for number in range(40):
+        stage.ask(asked(number), learn=True)
+    canonical = stage.ask(asked(41))
+    text = asked(41).messages[0].content
+    assert isinstance(text, str)
+    assert final(canonical)[0] == text.replace("2026-03-02 08:00:41", "(see metadata)")
+    assert final(canonical)[1].startswith("Metadata: time=2026-03-02 08:00:41")
+    assert [document.id for document in canonical.layout.documents] == ["kb-41", "kb-42", "kb-43"]
+    assert canonical.order == "preserve"
+
+
 def test_asking_teaches_nothing() -> None:
     stage = Stage(hoist="apply")
     for number in range(20):

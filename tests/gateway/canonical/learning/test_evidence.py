@@ -75,6 +75,8 @@ def test_between_entering_and_leaving_a_field_stays_what_it_is() -> None:
 
 
 def test_long_values_and_several_lines_are_not_moved() -> None:
-    assert not seen(*(f"{number} " * MAX_MOVED_CHARS for number in range(50))).moving
-    assert not seen(*(f"{number}\nand more" for number in range(50))).moving
+    long = seen(*(f"{number} " * MAX_MOVED_CHARS for number in range(50)))
+    assert (long.moving, long.bulky) == (False, True)
+    lines = seen(*(f"{number}\nand more" for number in range(50)))
+    assert (lines.moving, lines.bulky) == (False, True)
     assert seen(*map(str, range(60)), "x" * 1000, *map(str, range(60))).moving  # one of them changes nothing

@@ -213,11 +213,14 @@ def test_a_few_variants_of_a_prompt_stay_where_they_are(learner: TemplateLearner
         assert set(moved(learner.recognize(SOURCE, traffic.fill(template, style=style)))) == {"time"}
 
 
-def test_long_spans_of_several_lines_stay_and_fields_around_them_are_moved(
+def test_long_spans_stay_and_so_does_what_is_close_before_or_anywhere_behind_them(
     learner: TemplateLearner, traffic: Traffic
 ) -> None:
     rng = random.Random(4)
-    template = "You answer from the context and name the passage. Now: {now}.\n\nContext:\n{context}\n\nTrace: {trace}"
+    template = (
+        "You answer by the context. Now: {now}. Name the passage on which an answer rests.\n\n"
+        "Source: {trace}\n\nText: {context}\n\nAsked by {user}."
+    )
 
     def context() -> str:
         return "\n".join(f"passage {rng.randrange(10**6)} says {rng.randrange(10**6)}" for _ in range(12))
@@ -226,9 +229,48 @@ def test_long_spans_of_several_lines_stay_and_fields_around_them_are_moved(
         learner.observe(SOURCE, traffic.fill(template, context=context()))
     text = traffic.fill(template, context=context())
     filled = learner.recognize(SOURCE, text)
-    assert set(moved(filled)) == {"now", "trace"}
+    assert set(moved(filled)) == {"now"}, "the source may be the document's, and behind it no prefix is shared"
     assert filled is not None
     assert filled.text == text
+
+
+@pytest.mark.parametrize("words", [300, 20_000])
+def test_fields_in_front_of_pasted_documents_are_found(learner: TemplateLearner, traffic: Traffic, words: int) -> None:
+    rng = random.Random(8)
+    vocabulary = ["".join(rng.choices("bdeilmnoprstua", k=5)) for _ in range(words)]
+    passages = [" ".join(rng.choices(vocabulary, k=120)) + "." for _ in range(60)]
+    template = (
+        "You are an assistant for questions about the library. Now: {now}. Use the following pieces of retrieved "
+        "context to answer the question, and say that you do not know when they do not tell.\n\n{context}\n\n"
+        "Keep the answer as short as you can, in three sentences at most. Trace: {trace}"
+    )
+
+    def text() -> str:
+        return traffic.fill(template, context="\n\n".join(rng.sample(passages, 4)))
+
+    for _ in range(100):
+        learner.observe(SOURCE, text())
+    one, other = text(), text()
+    filled = learner.recognize(SOURCE, one)
+    assert filled is not None
+    assert set(filled.values) == {"now"}
+    assert filled.text == one
+    assert filled.template.literals[0] == "You are an assistant for questions about the library. Now: "
+    assert set(moved(learner.recognize(SOURCE, other))) == {"now"}
+
+
+def test_templates_with_a_preamble_in_common_are_learned_apart(learner: TemplateLearner, traffic: Traffic) -> None:
+    rng = random.Random(9)
+    preamble = "You work for Acme, an insurance company. Be polite and brief. Never promise a payment to a customer. "
+    tasks = [
+        "Sum up the letter of {now} in as few words as possible, without any names of people that it mentions.",
+        "Translate the text below to plain English. Keep its order, headings and numbers. Trace: {trace}",
+        "Write an answer to the customer {user}, who is angry. Offer a call back, and no discount or refund at all.",
+    ]
+    for _ in range(300):
+        learner.observe(SOURCE, traffic.fill(preamble + rng.choice(tasks)))
+    fields = [set(moved(learner.recognize(SOURCE, traffic.fill(preamble + task)))) for task in tasks]
+    assert fields == [{"time"}, {"trace"}, {"name"}]
 
 
 def test_sources_learn_apart(learner: TemplateLearner, traffic: Traffic) -> None:
