@@ -71,11 +71,11 @@ class PromptRenderer:
         self.vocab_size: Final = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.spellings: Final = TokenSpellings(self._tokenizer)
         rule = cut_rule(definition)
-        self._segments: Final = SegmentEncoder(self._tokenizer, rule, segment_capacity)
+        self._segments: Final = SegmentEncoder(self._tokenizer, rule, segment_capacity, self.spellings.bytes_of)
         self._guard: Final = _Guard(definition, self._template.literal_text if self._template else "")
         guarded = self._guard.tokenizer
         self._guarded_segments: Final = (
-            None if guarded is None else SegmentEncoder(guarded, rule, segment_capacity // 8)
+            None if guarded is None else SegmentEncoder(guarded, rule, segment_capacity // 8, self.spellings.bytes_of)
         )
 
     @property
@@ -116,6 +116,10 @@ class PromptRenderer:
     def encode_prompt(self, prompt: PromptText, limit: int | None = None) -> list[int]:
         """The ids of a rendered prompt. Raises ``TooManyTokens`` when there are more than ``limit``."""
         return self._encoder(prompt).encode(prompt.text, limit)
+
+    def begun_before(self, prompt: PromptText, positions: Sequence[int]) -> list[int]:
+        """How many tokens of ``prompt`` begin before each of ``positions``, characters in ascending order."""
+        return self._encoder(prompt).begun_before(prompt.text, positions)
 
     def document_tokens(
         self, prompt: PromptText, blocks: Sequence[str], limit: int | None = None, separator: str = "\n\n"

@@ -2,7 +2,9 @@
 
 A text may be cut where the tokenizer's pre-tokenizer is certain to split anyway, whatever stands on either side; then
 the pieces' ids put together are the ids of the whole. For the two families of pre-tokenizers in wide use such a place
-is found at blank lines, before the newlines or after them. Every other tokenizer gets the whole text at once.
+is found at blank lines, before the newlines or after them. A piece that was not there before is cut again where a
+line or a part of a sentence ends, since often only a date or a name in it is new. Every other tokenizer gets the whole
+text at once.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from __future__ import annotations
 import enum
 import re
 import unicodedata
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any, Final, NamedTuple
 
 from tokenizers import Tokenizer
@@ -20,7 +24,6 @@ from cache_policy.keys import token_bytes
 
 __all__ = ["EXAMINED_PATTERNS", "CutRule", "SegmentEncoder", "TooManyTokens", "cut_rule", "is_ink", "refuse_hopeless"]
 
-_BLANK_LINES: Final = re.compile("\n{2,}")
 _PIECE_OVERHEAD: Final = 32
 """What an entry of the memory costs besides its ids, in tokens."""
 
@@ -38,6 +41,15 @@ class CutRule(enum.Enum):
     BEFORE_NEWLINES = enum.auto()
     AFTER_NEWLINES = enum.auto()
 
+
+_CLAUSES: Final = {
+    # A single blank or newline between printable ASCII and a letter: every examined pattern ends a word before the
+    # blank, and before or after the newline as it does at blank lines.
+    CutRule.BEFORE_NEWLINES: re.compile(r"(?<=[.!?;:,])(?= [A-Za-z])|(?<=[!-~])(?=\n[A-Za-z])"),
+    CutRule.AFTER_NEWLINES: re.compile(r"(?<=[.!?;:,])(?= [A-Za-z])|(?<=[!-~]\n)(?=[A-Za-z])"),
+}
+_SHORT: Final = 96
+"""Pieces with less characters are not worth cutting again."""
 
 _LETTERS_O200K: Final = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
@@ -110,7 +122,11 @@ def cut_rule(definition: dict[str, Any]) -> CutRule:
 
 def _is_unruly(token: dict[str, Any]) -> bool:
     """Whether an added token could lie across a cut or takes white space along."""
-    return "\n" in token["content"] or bool(token.get("lstrip") or token.get("rstrip"))
+    content: str = token["content"]
+    return _CROSSES_CUT.search(content) is not None or bool(token.get("lstrip") or token.get("rstrip"))
+
+
+_CROSSES_CUT: Final = re.compile(r"\n|[.!?;:,] ")
 
 
 def _step_rule(step: dict[str, Any]) -> CutRule | None:
@@ -131,11 +147,14 @@ class SegmentEncoder:
     """A tokenizer with a memory of pieces. Owns that memory; belongs to one thread.
 
     ``capacity`` bounds it in tokens; the longest unused pieces leave first. A token costs about 12 bytes (ids
-    are shared integer objects) plus the text of its piece.
+    are shared integer objects) plus the text of its piece. ``spelled`` gives a token's bytes where they are known.
     """
 
-    def __init__(self, tokenizer: Tokenizer, rule: CutRule, capacity: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, rule: CutRule, capacity: int, spelled: Callable[[int], bytes] | None = None
+    ) -> None:
         self.rule: Final = rule
+        self._spelled = spelled
         self._tokenizer = tokenizer
         self._capacity = capacity
         self._pieces: OrderedDict[str, _Piece] = OrderedDict()
@@ -162,13 +181,49 @@ class SegmentEncoder:
         """
         return b"".join([self._remember(piece, limit).data for piece in self.pieces(text)])
 
+    def begun_before(self, text: str, positions: Sequence[int]) -> list[int]:
+        """How many tokens of ``text`` begin before each of ``positions``, characters in ascending order.
+
+        A token that holds only part of a character begins where the character does.
+        """
+        counts: list[int] = []
+        start = tokens = 0
+        for piece in self.pieces(text):
+            end = start + len(piece)
+            ids = self._remember(piece, None).ids
+            within: list[int] = []
+            while len(counts) + len(within) < len(positions) and positions[len(counts) + len(within)] < end:
+                within.append(max(0, positions[len(counts) + len(within)] - start))
+            if any(within):
+                counts += [tokens + count for count in self._begun_before(piece, ids, within)]
+            else:
+                counts += [tokens] * len(within)
+            tokens += len(ids)
+            start = end
+        return counts + [tokens] * (len(positions) - len(counts))
+
+    def _begun_before(self, piece: str, ids: Sequence[int], positions: Sequence[int]) -> list[int]:
+        """``begun_before`` of one piece, whose ids these are."""
+        if self._spelled is not None:
+            ends = [*accumulate([len(self._spelled(token)) for token in ids])]
+            if ends and ends[-1] == len(piece.encode("utf-8", "surrogatepass")):  # the vocabulary is one of bytes
+                starts = [0, *ends[:-1]]
+                sizes = [len(piece[:position].encode("utf-8", "surrogatepass")) for position in positions]
+                return [bisect_left(starts, size) for size in sizes]
+        encoding = self._tokenizer.encode(piece, add_special_tokens=False)
+        starts = [first for first, _ in encoding.offsets]
+        return [bisect_left(starts, position) for position in positions]
+
     def pieces(self, text: str) -> Iterator[str]:
         """``text`` cut wherever the rule allows it, piece by piece, so that whoever has seen enough can stop."""
         start = 0
         if self.rule is not CutRule.NEVER:
             before = self.rule is CutRule.BEFORE_NEWLINES
-            for run in _BLANK_LINES.finditer(text):
-                first, last = run.span()
+            first = text.find("\n\n")
+            while first >= 0:
+                last = first + 2
+                while text.startswith("\n", last):
+                    last += 1
                 if before:
                     cut = first if first and is_ink(text[first - 1]) else 0
                 else:  # o200k: "!\n\n/" is one word
@@ -176,7 +231,16 @@ class SegmentEncoder:
                 if cut:
                     yield text[start:cut]
                     start = cut
+                first = text.find("\n\n", last)
         yield text[start:]
+
+    def _clauses(self, piece: str) -> Iterator[str]:
+        start = 0
+        if self.rule is not CutRule.NEVER and len(piece) >= _SHORT:
+            for match in _CLAUSES[self.rule].finditer(piece):
+                yield piece[start : match.start()]
+                start = match.start()
+        yield piece[start:]
 
     def _remember(self, text: str, limit: int | None) -> _Piece:
         piece = self._pieces.get(text)
@@ -185,9 +249,18 @@ class SegmentEncoder:
             return piece
         if limit is not None:
             refuse_hopeless(self._tokenizer, text, limit)
-        shared = self._shared_ids
-        ids = [shared.setdefault(token, token) for token in self._tokenizer.encode(text, add_special_tokens=False).ids]
-        piece = _Piece(ids, token_bytes(ids))
+        clauses = list(self._clauses(text))
+        if len(clauses) > 1:
+            parts = [self._remember(clause, None) for clause in clauses]
+            piece = _Piece(
+                [*chain.from_iterable([part.ids for part in parts])], b"".join([part.data for part in parts])
+            )
+        else:
+            shared = self._shared_ids
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            ids = [shared.setdefault(token, token) for token in encoding.ids]
+            piece = _Piece(ids, token_bytes(ids))
+        ids = piece.ids
         if len(ids) <= self._capacity // 8:
             self._pieces[text] = piece
             self._held += len(ids) + _PIECE_OVERHEAD

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from gateway.segments import EXAMINED_PATTERNS, CutRule, SegmentEncoder, TooManyTokens, cut_rule
+from gateway.spelling import TokenSpellings
 
 TokenizerBehind = Callable[[pre_tokenizers.PreTokenizer], Tokenizer]
 
@@ -196,3 +197,40 @@ def test_the_examined_patterns_are_valid() -> None:
     for pattern in EXAMINED_PATTERNS:
         assert not re.search(r"\{\{|\}\}", pattern)
         Regex(pattern)
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+@pytest.mark.parametrize("spelled", [True, False])
+def test_tokens_begun_before_a_place_are_counted_as_in_the_whole(
+    name: str, spelled: bool, tokenizer_behind: TokenizerBehind
+) -> None:
+    tokenizer = tokenizer_behind(PRE_TOKENIZERS[name])
+    spelling = TokenSpellings(tokenizer).bytes_of if spelled else None
+    segments = SegmentEncoder(tokenizer, cut_rule(definition(tokenizer)), 10_000, spelling)
+
+    @given(TEXT, st.data())
+    def check(text: str, data: st.DataObject) -> None:
+        places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+        starts = [start for start, _ in tokenizer.encode(text, add_special_tokens=False).offsets]
+        assert segments.begun_before(text, places) == [sum(start < place for start in starts) for place in places]
+
+    check()
+
+
+def test_of_a_text_that_differs_in_one_value_only_the_clauses_around_it_are_tokenized(
+    tokenizer_behind: TokenizerBehind,
+) -> None:
+    tokenizer = tokenizer_behind(PRE_TOKENIZERS["gpt2"])
+    tokenized: list[str] = []
+
+    class Counting:
+        def encode(self, text: str, **options: bool) -> object:
+            tokenized.append(text)
+            return tokenizer.encode(text, **options)
+
+    segments = SegmentEncoder(Counting(), CutRule.BEFORE_NEWLINES, 10_000)  # type: ignore[arg-type]
+    text = "You are the assistant of Acme. Now: {}. Talk to nobody else.\nRules: be brief, name your sources; no more."
+    segments.encode(text.format("10:00"))
+    del tokenized[:]
+    assert segments.encode(text.format("10:01")) == tokenizer.encode(text.format("10:01")).ids
+    assert tokenized == [" Now: 10:01."]
