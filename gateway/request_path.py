@@ -18,7 +18,7 @@ from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Observation
 from gateway.canonical.pipeline import Canonicalizer, CanonicalPrompt
 from gateway.canonical.registry import TemplateRegistry
-from gateway.canonical.templates import UNREGISTERED
+from gateway.canonical.templates import UNREGISTERED, FilledTemplate
 from gateway.config import CanonicalConfig, OrderMode, TemplateConfig
 from gateway.errors import InvalidRequestError, ModelNotFoundError
 from gateway.plan import Arm, Caller, Change, Comparison, OrderDecision, Plan
@@ -27,7 +27,7 @@ from gateway.routing.placement import Placement, cheapest, encode_text, place_to
 from gateway.routing.router import Candidate
 from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 
-__all__ = ["Fleet", "OrderRule", "RequestPath", "WeighedChat", "single_prompt"]
+__all__ = ["Fleet", "OrderRule", "RequestPath", "WeighedChat", "order_changes", "single_prompt"]
 
 OrderRule = Callable[[str, OrderMode, ChatRequest, Caller], OrderDecision]
 """Asked by template and the order wanted for a request with several documents; changes nothing."""
@@ -100,7 +100,7 @@ class RequestPath:
             use_cache=_uses_cache(body),
             template=canonical.template,
             document_ids=tuple(documents[index].id for index in placement.order),
-            changes=(*canonical.changes, *_order_changes(decision.order, placement)),
+            changes=(*canonical.changes, *order_changes(decision.order, placement)),
             note=decision.note or canonical.note,
             arm=decision.arm,
             comparison=self._comparison(canonical.layout, body) if decision.compared and _moved(placement) else None,
@@ -124,6 +124,13 @@ class RequestPath:
                 use_cache=_uses_cache(body),
             )
         return WeighedChat(canonical, decision, tuple(placements), cheapest(placements))
+
+    def recognize(self, body: ChatRequest, caller: Caller) -> tuple[FilledTemplate | None, Observation | None]:
+        """The template of a chat request with its values, and what is to be learned from it; nothing else is done.
+
+        Raises ``InvalidRequestError`` where its messages or its template are at fault.
+        """
+        return self._canonicalizer.recognize(body, caller.tenant)
 
     def plan_completion(self, body: CompletionRequest, caller: Caller) -> Plan:
         """Decide where a text completion goes; its prompt is left as it is. Raises as ``plan_chat``."""
@@ -222,7 +229,7 @@ def _moved(placement: Placement) -> int:
     return sum(index != position for position, index in enumerate(placement.order))
 
 
-def _order_changes(wanted: OrderMode, placement: Placement) -> tuple[Change, ...]:
+def order_changes(wanted: OrderMode, placement: Placement) -> tuple[Change, ...]:
     """What became of the documents' order, if anything did."""
     changes = []
     if placement.mode != wanted and placement.mode == "canonical":

@@ -91,11 +91,7 @@ class Canonicalizer:
             InvalidRequestError: messages, documents or the ``headstart`` object; ``param`` names the place.
         """
         options = body.headstart or HeadstartOptions()
-        system = self._settle_system(read_messages(body.messages), options)
-        observation = self._observation(body, tenant, system)
-        if observation is not None and self._learned is not None:
-            filled = self._learned.recognize(observation.source, observation.text)
-            system = msgspec.structs.replace(system, filled=filled, learned=True)
+        system, observation = self._recognized(body, options, tenant)
         template = system.filled.template if system.filled else None
         target = last_user_message(system.messages)
         if body.documents and target is None:
@@ -130,6 +126,21 @@ class Canonicalizer:
             note=_idle_note(system, hoist_mode, layout) if idle else None,
             observation=observation,
         )
+
+    def recognize(self, body: ChatRequest, tenant: str) -> tuple[FilledTemplate | None, Observation | None]:
+        """Of ``canonicalize`` only the template and what is to be learned. Raises ``InvalidRequestError`` likewise."""
+        system, observation = self._recognized(body, body.headstart or HeadstartOptions(), tenant)
+        return system.filled, observation
+
+    def _recognized(
+        self, body: ChatRequest, options: HeadstartOptions, tenant: str
+    ) -> tuple[_System, Observation | None]:
+        system = self._settle_system(read_messages(body.messages), options)
+        observation = self._observation(body, tenant, system)
+        if observation is not None and self._learned is not None:
+            filled = self._learned.recognize(observation.source, observation.text)
+            system = msgspec.structs.replace(system, filled=filled, learned=True)
+        return system, observation
 
     def _observation(self, body: ChatRequest, tenant: str, system: _System) -> Observation | None:
         """What to learn from: the first system message, where no registered template has its form."""

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from engine.errors import EngineError
 from gateway import __version__
+from gateway.cli.analyze import analyze
 from gateway.cli.build_kernels import build_kernels
 from gateway.cli.demo import demo
 from gateway.cli.engine import engine
@@ -40,12 +41,12 @@ def headstart() -> None:
     """
 
 
-for command in (serve, engine, demo, simulate, model, build_kernels, hash_key):
+for command in (serve, engine, demo, analyze, simulate, model, build_kernels, hash_key):
     headstart.add_command(command)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code: 0 good, 1 error, 130 interrupted.
+    """Run one command line and return its exit code: 0 good, 1 error, 2 a finding, 130 interrupted.
 
     Errors that the user can act on become one line on stderr; anything else is a fault of ours and keeps its traceback.
     """

@@ -89,12 +89,13 @@ def weigh_chat(
         _placed(
             candidate,
             conversation.token_ids(order.indexes),
-            root_of(candidate),
+            root,
+            conversation.keys(order.indexes, root, candidate.info.block_size),
             order,
             use_cache=use_cache,
             prompt=conversation.prompt(order.indexes),
         )
-        for candidate, order in zip(candidates, orders, strict=True)
+        for candidate, root, order in zip(candidates, map(root_of, candidates), orders, strict=True)
     ]
 
 
@@ -120,13 +121,19 @@ def place_tokens(
     """Choose the replica of a prompt that is what it is. Raises ``ContextLengthError`` as ``weigh_chat``."""
     refuse_too_long(token_ids, candidates)
     as_is = _Order((), "none")
-    return cheapest(
-        [_placed(candidate, token_ids, root_of(candidate), as_is, use_cache=use_cache) for candidate in candidates]
-    )
+    placements = []
+    for candidate in candidates:
+        root = root_of(candidate)
+        keys = chain_keys(root, token_ids, candidate.info.block_size)
+        placements.append(_placed(candidate, token_ids, root, keys, as_is, use_cache=use_cache))
+    return cheapest(placements)
 
 
 class _Conversation:
-    """One laid out conversation under one decision: each order of its documents is rendered and tokenized once."""
+    """One laid out conversation under one decision: each order of its documents is rendered and tokenized once.
+
+    So are its block keys made once for all replicas of the same weights.
+    """
 
     def __init__(self, layout: Layout, renderer: PromptRenderer, limit: int) -> None:
         self.documents: Final = layout.documents
@@ -135,6 +142,7 @@ class _Conversation:
         self._limit = limit
         self._prompts: dict[tuple[int, ...], PromptText] = {}
         self._token_ids: dict[tuple[int, ...], list[int]] = {}
+        self._keys: dict[tuple[tuple[int, ...], bytes, int], list[bytes]] = {}
 
     def token_ids(self, order: tuple[int, ...]) -> list[int]:
         token_ids = self._token_ids.get(order)
@@ -143,6 +151,13 @@ class _Conversation:
                 token_ids = self._renderer.encode_prompt(self.prompt(order), self._limit - 1)
             self._token_ids[order] = token_ids
         return token_ids
+
+    def keys(self, order: tuple[int, ...], root: bytes, block_size: int) -> list[bytes]:
+        keys = self._keys.get((order, root, block_size))
+        if keys is None:
+            keys = chain_keys(root, self.token_ids(order), block_size)
+            self._keys[order, root, block_size] = keys
+        return keys
 
     def document_tokens(self) -> DocumentTokens | None:
         given = tuple(range(len(self.documents)))
@@ -194,13 +209,13 @@ def _placed(
     candidate: Candidate,
     token_ids: list[int],
     root: bytes,
+    keys: list[bytes],
     order: _Order,
     *,
     use_cache: bool,
     prompt: PromptText | None = None,
 ) -> Placement:
     size = candidate.info.block_size
-    keys = chain_keys(root, token_ids, size)
     cached = 0
     if use_cache:
         for key in keys[: (len(token_ids) - 1) // size]:  # the last prompt token is always computed

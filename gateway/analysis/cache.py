@@ -1,0 +1,126 @@
+"""Simulated prefix caches, which the request path takes for replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from typing import Final, Protocol
+
+from cache_policy.ghosts import GhostCache
+from engine.wire import EngineInfo
+from gateway.routing.router import Candidate
+
+__all__ = ["SimulatedCache", "SimulatedFleet", "parse_size"]
+
+_NUMBER_BYTES: Final = 8
+_ANY_LENGTH: Final = 2**31 - 1
+
+
+def parse_size(text: str) -> int | None:
+    """Blocks of a cache; None for ``inf``, one that never forgets. Raises ``ValueError`` for anything else."""
+    if text == "inf":
+        return None
+    blocks = int(text)
+    if blocks < 1:
+        raise ValueError("a cache has at least 1 block")
+    return blocks
+
+
+class SimulatedCache(Protocol):
+    """Keys of a prefix cache without its content."""
+
+    @property
+    def resident(self) -> Set[bytes]:
+        """The keys held now; follows every request."""
+        ...
+
+    def request(self, keys: Sequence[bytes]) -> int:
+        """Ask for the chain of one prompt; return how many of its first blocks were resident. It then holds them all,
+        or as many as there is room for.
+        """
+        ...
+
+
+class _Endless:
+    """A cache that never forgets; about 100 bytes a block."""
+
+    def __init__(self) -> None:
+        self.resident: set[bytes] = set()
+
+    def request(self, keys: Sequence[bytes]) -> int:
+        resident = self.resident
+        hit = 0
+        for key in keys:
+            if key not in resident:
+                break
+            hit += 1
+        resident.update(keys[hit:])
+        return hit
+
+
+class _Bounded:
+    """A cache of so many blocks under one of the engine's policies, with the replay's semantics."""
+
+    def __init__(self, policy: str, blocks: int) -> None:
+        self._ghost = GhostCache(policy, blocks)
+        self.resident: Set[bytes] = _Numbered(self._ghost.resident)
+
+    def request(self, keys: Sequence[bytes]) -> int:
+        return self._ghost.request([int.from_bytes(key[:_NUMBER_BYTES], "little") for key in keys])
+
+
+class _Numbered(Set[bytes]):
+    """The keys behind a view of their numbers: tells whether a key is there, and cannot list them."""
+
+    def __init__(self, numbers: Set[int]) -> None:
+        self._numbers = numbers
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, bytes)
+        return int.from_bytes(key[:_NUMBER_BYTES], "little") in self._numbers
+
+    def __iter__(self) -> Iterator[bytes]:
+        raise TypeError("keys cannot be told from their numbers")
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
+class _Even:
+    """Every token costs the same."""
+
+    def seconds(self, tokens: int, context: int) -> float:
+        return float(tokens)
+
+
+class SimulatedFleet:
+    """Caches of several sizes side by side, each asked for every request: a ``gateway.request_path.Fleet``.
+
+    Owns its caches. ``sizes`` are in blocks, None for one that never forgets.
+    """
+
+    def __init__(self, sizes: Sequence[int | None], policy: str, block_size: int, vocab_size: int) -> None:
+        self.caches: Final[Sequence[SimulatedCache]] = [
+            _Endless() if size is None else _Bounded(policy, size) for size in sizes
+        ]
+        info = EngineInfo(
+            model="",
+            root="",
+            fingerprint="",
+            boot_id="",
+            max_model_len=_ANY_LENGTH,
+            num_blocks=_ANY_LENGTH,
+            block_size=block_size,
+            dtype="",
+            device="",
+            vocab_size=vocab_size,
+            eos_token_ids=(),
+            policy=policy,
+            max_batch_tokens=_ANY_LENGTH,
+        )
+        self._candidates: Final = [
+            Candidate(str(index), info, cache.resident, 0, 0, _Even()) for index, cache in enumerate(self.caches)
+        ]
+
+    def candidates(self) -> list[Candidate]:
+        """All of them, always."""
+        return list(self._candidates)
