@@ -13,6 +13,7 @@ from gateway.api.access import for_operator, for_tenants, for_tenants_and_operat
 from gateway.api.errors import EXCEPTION_HANDLERS
 from gateway.api.eviction import set_policy, show_policy, show_whatif
 from gateway.api.exchange import name_response
+from gateway.api.explain import explain_chat
 from gateway.api.health import health, ready, version
 from gateway.api.learned import list_proposals, switch_proposal
 from gateway.api.models import detokenize, list_models, show_model, tokenize
@@ -59,7 +60,9 @@ def create_app(gateway: Gateway) -> Litestar:
     def provide_feed() -> Feed:
         return feed
 
-    tenants = Router("/", route_handlers=[list_models, show_model, tokenize, detokenize], guards=[for_tenants])
+    tenants = Router(
+        "/", route_handlers=[list_models, show_model, tokenize, detokenize, explain_chat], guards=[for_tenants]
+    )
     readers = Router("/", route_handlers=[list_templates, show_template], guards=[for_tenants_and_operator])
     operator = Router(
         "/",

@@ -11,7 +11,9 @@ from typing import Final
 
 import structlog
 
+from cache_policy.keys import token_bytes
 from engine.wire import EngineInfo
+from gateway.attribution.memory import TokenMemory
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.proposals import TemplateProposals
 from gateway.config import ClassConfig, Config, TenantConfig, WhatIfConfig
@@ -38,6 +40,9 @@ from gateway.stats.whatif import WhatIf
 from gateway.template_store import TemplateStore
 
 __all__ = ["Gateway", "configured_gateway"]
+
+_REMEMBERED_TOKENS: Final = 1_000_000
+"""Tokens of recent prompts that are kept to explain where a prompt leaves them: about 4 MB, 5 with many short ones."""
 
 _log = structlog.get_logger("headstart.gateway")
 
@@ -72,6 +77,7 @@ class Gateway:
         self.whatif: Final = self._ghosts(config.whatif) if config.whatif.enabled else None
         self.recorder: Final = TraceRecorder(config.trace) if config.trace.folder is not None else None
         self.learner: Final = TemplateLearner()
+        self.prompts: Final = TokenMemory(_REMEMBERED_TOKENS)
         self.proposals: Final = TemplateProposals(self.learner, config.canonical.hoist)
         self.path: Final = RequestPath(
             model=model,
@@ -176,7 +182,7 @@ class Gateway:
         )
 
     def _follow(self, generation: Generation) -> None:
-        """Let the quality gate, learner, ghost caches and trace recorder have a request that was answered."""
+        """Let quality gate, learner, memory of prompts, ghost caches and recorder have a request that was answered."""
         self.quality.served(generation)
         self.shadows.offer(generation)
         plan = generation.plan
@@ -185,6 +191,7 @@ class Gateway:
             return
         if plan.observation is not None:
             self.learner.observe(plan.observation.source, plan.observation.text)
+        self.prompts.remember(plan.root, token_bytes(plan.token_ids), 0)
         if self.whatif is not None:
             self.whatif.observe(plan.replica_id, plan.keys, generation.prompt_tokens, generation.cached_tokens or 0)
         if self.recorder is not None:

@@ -51,6 +51,7 @@ TENANTS = [
     ("POST", "/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 2}),
     ("GET", "/v1/models", None),
     ("GET", f"/v1/models/{MODEL}", None),
+    ("POST", "/v1/explain", {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}),
     ("POST", "/tokenize", {"prompt": "x"}),
     ("POST", "/detokenize", {"tokens": [1]}),
 ]
