@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from cache_policy.keys import TOKEN_BYTES
 from gateway.canonical.messages import Message
 from gateway.chat_template import ChatTemplate
-from gateway.document_cuts import cut_at_documents
+from gateway.document_cuts import DocumentCuts, cut_at_documents
 from gateway.errors import ConfigError, InvalidRequestError
 from gateway.segments import SegmentEncoder, TooManyTokens, cut_rule, refuse_hopeless
 from gateway.spelling import TokenSpellings
@@ -113,9 +113,17 @@ class PromptRenderer:
         rendered = template.render(self._guard.mark(turns), tools=self._guard.mark(shown) or None)
         return PromptText(self._guard.swap(rendered), guarded=True)
 
-    def encode_prompt(self, prompt: PromptText, limit: int | None = None) -> list[int]:
-        """The ids of a rendered prompt. Raises ``TooManyTokens`` when there are more than ``limit``."""
-        return self._encoder(prompt).encode(prompt.text, limit)
+    def encode_prompt(
+        self, prompt: PromptText, limit: int | None = None, blocks: Sequence[str] = (), separator: str = "\n\n"
+    ) -> list[int]:
+        """The ids of a rendered prompt. Raises ``TooManyTokens`` when there are more than ``limit``.
+
+        Documents that stand in it as ``blocks``, ``separator`` between, are tokenized once and remembered, also where
+        no blank line tells them apart.
+        """
+        encoder = self._encoder(prompt)
+        cuts = self._cuts(prompt, blocks, separator) if blocks else None
+        return encoder.encode(prompt.text, limit, cuts.places if cuts else ())
 
     def begun_before(self, prompt: PromptText, positions: Sequence[int]) -> list[int]:
         """How many tokens of ``prompt`` begin before each of ``positions``, characters in ascending order."""
@@ -130,8 +138,7 @@ class PromptRenderer:
         Raises ``TooManyTokens`` as soon as there are more than ``limit``.
         """
         encoder = self._encoder(prompt)
-        start = _position(prompt.text, blocks, separator)
-        cuts = None if start is None else cut_at_documents(encoder.rule, prompt.text, start, blocks, separator)
+        cuts = self._cuts(prompt, blocks, separator)
         if cuts is None:
             return None
 
@@ -163,6 +170,12 @@ class PromptRenderer:
             raise InvalidRequestError(f"tokens must lie between 0 and {self.vocab_size - 1}.", param="tokens")
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
+
+    def _cuts(self, prompt: PromptText, blocks: Sequence[str], separator: str) -> DocumentCuts | None:
+        start = _position(prompt.text, blocks, separator)
+        if start is None:
+            return None
+        return cut_at_documents(self._encoder(prompt).rule, prompt.text, start, blocks, separator)
 
     def _encoder(self, prompt: PromptText) -> SegmentEncoder:
         if not prompt.guarded:

@@ -15,7 +15,7 @@ import unicodedata
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, Final, NamedTuple
 
 from tokenizers import Tokenizer
@@ -161,14 +161,17 @@ class SegmentEncoder:
         self._held = 0
         self._shared_ids: dict[int, int] = {}
 
-    def encode(self, text: str, limit: int | None = None) -> list[int]:
+    def encode(self, text: str, limit: int | None = None, places: Sequence[int] = ()) -> list[int]:
         """The ids of ``text``, the same as without cuts, no special tokens added.
+
+        ``places`` are further ones at which it may be cut, in ascending order.
 
         Raises:
             TooManyTokens: there are more than ``limit`` of them; found out without tokenizing all of a long text.
         """
         ids: list[int] = []
-        for piece in self.pieces(text):
+        parts = (text[start:stop] for start, stop in pairwise((0, *places, len(text)))) if places else (text,)
+        for piece in chain.from_iterable(map(self.pieces, parts)):
             ids += self._remember(piece, limit).ids
             if limit is not None and len(ids) > limit:
                 raise TooManyTokens(len(ids))

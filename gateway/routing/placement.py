@@ -9,7 +9,7 @@ from typing import Final, Literal
 import msgspec
 
 from cache_policy.keys import chain_keys
-from gateway.canonical.layout import Layout
+from gateway.canonical.layout import SEPARATOR, Layout
 from gateway.canonical.order import by_id, longest_resident_path
 from gateway.config import OrderMode
 from gateway.errors import ContextLengthError
@@ -148,7 +148,11 @@ class _Conversation:
         token_ids = self._token_ids.get(order)
         if token_ids is None:
             with self._length_refused():
-                token_ids = self._renderer.encode_prompt(self.prompt(order), self._limit - 1)
+                separator = self._layout.separator if self._layout.pasted is not None else None
+                blocks = [self.documents[index].block for index in order] if separator is not None else ()
+                token_ids = self._renderer.encode_prompt(
+                    self.prompt(order), self._limit - 1, blocks, separator or SEPARATOR
+                )
             self._token_ids[order] = token_ids
         return token_ids
 

@@ -176,6 +176,7 @@ def test_documents_have_the_same_ids_at_every_place_whatever_stands_between(
         assert None not in tokens.blocks
         whole = token_bytes(renderer(kind).encode_prompt(prompt))
         assert whole.startswith(b"".join([tokens.head, *filter(None, tokens.blocks)]))
+        assert token_bytes(renderer(kind).encode_prompt(prompt, None, order, separator)) == whole
 
 
 @pytest.mark.parametrize("kind", ["chatml", "headers"])
@@ -190,6 +191,7 @@ def test_also_where_other_newlines_stand_before_the_first_document_than_between_
         tokens = renderer(kind).document_tokens(prompt, order, None, separator)
         assert tokens is not None
         whole = token_bytes(renderer(kind).encode_prompt(prompt))
+        assert token_bytes(renderer(kind).encode_prompt(prompt, None, order, separator)) == whole
         if None not in tokens.blocks:
             assert whole.startswith(b"".join([tokens.head, *filter(None, tokens.blocks)]))
 
@@ -214,6 +216,7 @@ def test_where_a_place_could_change_a_documents_ids_it_gets_none(
         tokens = renderer(kind).document_tokens(prompt, blocks, None, separator)
         whole = token_bytes(renderer(kind).encode_prompt(prompt))
         assert tokens is None or whole.startswith(b"".join([tokens.head, *filter(None, tokens.blocks)]))
+        assert token_bytes(renderer(kind).encode_prompt(prompt, None, blocks, separator)) == whole
 
 
 @pytest.mark.parametrize("kind", ["chatml", "headers"])
