@@ -35,7 +35,7 @@ __all__ = [
     "WhatIfConfig",
 ]
 
-OrderMode = Literal["preserve", "canonical", "cache-aware"]
+OrderMode = Literal["preserve", "canonical", "popularity", "cache-aware"]
 HoistMode = Literal["off", "declared", "suggest", "apply"]
 
 DocumentFormat = Literal["langchain", "llama-index", "xml", "numbered"]
@@ -111,13 +111,20 @@ class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CanonicalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[canonical]``: defaults for every request; templates and bodies may say otherwise.
 
-    ``order`` is the order of documents, ``text`` whether system texts are normalized (NFC, LF, no BOM, no trailing
-    blanks). ``hoist`` is what happens with volatile fields: none is moved (``off``), those that templates declare
-    (``declared``), the same while others are looked for and proposed (``suggest``), or those found are moved too
-    (``apply``).
+    ``order`` is the order of documents. Whatever it is, the first ``keep_first`` and the last ``keep_last`` keep their
+    places, and no other one moves further than ``max_displacement`` places. With ``hint`` a line behind structured
+    documents that stand in another order gives their ids in the caller's.
+
+    ``text`` is whether system texts are normalized (NFC, LF, no BOM, no trailing blanks). ``hoist`` is what happens
+    with volatile fields: none is moved (``off``), those that templates declare (``declared``), the same while others
+    are looked for and proposed (``suggest``), or those found are moved too (``apply``).
     """
 
     order: OrderMode = "cache-aware"
+    keep_first: Annotated[int, Meta(ge=0)] = 0
+    keep_last: Annotated[int, Meta(ge=0)] = 0
+    max_displacement: Annotated[int, Meta(ge=0)] | None = None
+    hint: bool = False
     hoist: HoistMode = "suggest"
     text: bool = True
 
@@ -142,7 +149,8 @@ class TemplateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``documents`` says how the application pastes documents into a message: in the system message where ``system`` has
     ``{context}``, ``{context_str}`` or ``{documents}``, else in the last user message. ``document_separator`` is what
     it joins them with (``langchain``; default: a blank line). Such documents keep the caller's order unless ``order``
-    is set; the numbers of a numbered list mean places, so that it always keeps it.
+    is set; the numbers of a numbered list mean places, so that it always keeps it. ``keep_first``, ``keep_last``,
+    ``max_displacement`` and ``hint`` are those of ``[canonical]``.
 
     ``repeat`` says what becomes of a document that stands in an earlier turn of the conversation, byte for byte: it is
     sent in ``full`` again, or the model is told to ``refer`` to it by its label.
@@ -150,6 +158,10 @@ class TemplateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     system: str
     order: OrderMode | None = None
+    keep_first: Annotated[int, Meta(ge=0)] | None = None
+    keep_last: Annotated[int, Meta(ge=0)] | None = None
+    max_displacement: Annotated[int, Meta(ge=0)] | None = None
+    hint: bool | None = None
     hoist: HoistMode | None = None
     documents: DocumentFormat | None = None
     document_separator: Annotated[str, Meta(min_length=1)] | None = None

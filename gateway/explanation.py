@@ -87,7 +87,7 @@ def explain(
         template=canonical.template,
         fields=dict(canonical.filled.values) if canonical.filled is not None else {},
         metadata=canonical.layout.metadata,
-        changes=(*canonical.changes, *order_changes(weighed.decision.order, chosen)),
+        changes=(*canonical.changes, *order_changes(weighed)),
         note=weighed.decision.note or canonical.note,
         candidates=tuple(
             CandidateExplanation(

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from gateway.canonical.learning.observation import Observation
+from gateway.canonical.sighting import Sighting
 from gateway.config import OrderMode
 
 __all__ = ["Arm", "Caller", "Change", "Comparison", "OrderDecision", "Plan"]
@@ -70,7 +71,7 @@ class Plan(msgspec.Struct, frozen=True):
     documents), ``document_ids`` the documents as laid out. ``template`` is the registered template's name or
     ``unregistered``. ``note`` says why nothing was done when nothing was done, or why the documents kept their order.
     ``arm`` and ``comparison`` are what the quality gate wants of this request, None for most.
-    ``observation`` is what may be learned from the request once it is answered, if anything.
+    ``observation`` and ``sighting`` are what may be learned from the request once it is answered, if anything.
     """
 
     token_ids: list[int]
@@ -86,5 +87,6 @@ class Plan(msgspec.Struct, frozen=True):
     note: str | None = None
     use_cache: bool = True
     observation: Observation | None = None
+    sighting: Sighting | None = None
     arm: Arm | None = None
     comparison: Comparison | None = None

@@ -17,13 +17,24 @@ from gateway.canonical.layout import Layout
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Observation
 from gateway.canonical.pipeline import Canonicalizer, CanonicalPrompt
+from gateway.canonical.popularity import Popularity, Snapshot
 from gateway.canonical.registry import TemplateRegistry
+from gateway.canonical.resident import ResidentPaths
+from gateway.canonical.sighting import Scope, Sighting
 from gateway.canonical.templates import UNREGISTERED, FilledTemplate
 from gateway.config import CanonicalConfig, OrderMode, TemplateConfig
 from gateway.errors import InvalidRequestError, ModelNotFoundError
 from gateway.plan import Arm, Caller, Change, Comparison, OrderDecision, Plan
 from gateway.prompt import PromptRenderer
-from gateway.routing.placement import Placement, cheapest, encode_text, place_tokens, refuse_too_long, weigh_chat
+from gateway.routing.placement import (
+    OrderWish,
+    Placement,
+    cheapest,
+    encode_text,
+    place_tokens,
+    refuse_too_long,
+    weigh_chat,
+)
 from gateway.routing.router import Candidate
 from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 
@@ -31,6 +42,9 @@ __all__ = ["Fleet", "OrderRule", "RequestPath", "WeighedChat", "order_changes", 
 
 OrderRule = Callable[[str, OrderMode, ChatRequest, Caller], OrderDecision]
 """Asked by template and the order wanted for a request with several documents; changes nothing."""
+
+_COUNTED: Final = ("popularity", "cache-aware")
+"""Orders that follow the popularity of documents."""
 
 _PASSED_ON: Final = "text completions are passed on as they are"
 
@@ -44,21 +58,27 @@ class Fleet(Protocol):
 
 
 class WeighedChat(msgspec.Struct, frozen=True):
-    """A chat request at every candidate, and the one that was chosen."""
+    """A chat request at every candidate, and the one that was chosen.
+
+    ``snapshot`` is the popularity that its order followed, ``sighting`` what is to be counted if the request is sent.
+    """
 
     canonical: CanonicalPrompt
     decision: OrderDecision
     placements: tuple[Placement, ...]
     chosen: Placement
+    snapshot: Snapshot
+    sighting: Sighting | None
 
 
 class RequestPath:
-    """Composes the stages; keeps nothing but memories of pure functions. Belongs to the event loop.
+    """Composes the stages; owns the popularity of documents and memories of pure functions. Belongs to the event loop.
 
     ``model`` is the served name that bodies must give, ``secret`` the deployment secret behind the block keys.
     ``templates`` are those of the configuration; more are published to the attribute of the same name. ``learned``
-    recognises others; whoever composes the path shows it the observations of plans that were carried out.
-    ``order_rule`` has the last word on the order of documents; without one it is as asked.
+    recognises others; whoever composes the path shows it the observations of plans that were carried out, and
+    ``popularity`` their sightings. ``order_rule`` has the last word on the order of documents; without one it is as
+    asked.
     """
 
     def __init__(
@@ -78,6 +98,8 @@ class RequestPath:
         self._renderer: Final = renderer
         self._router: Final = router
         self._order_rule: Final = order_rule
+        self.popularity: Final = Popularity()
+        self.resident_paths: Final = ResidentPaths()
         self.templates: Final = TemplateRegistry(templates, normalize=canonical.text)
         self._canonicalizer: Final = Canonicalizer(canonical, self.templates, learned)
         self._derive_root: Final = lru_cache(maxsize=4096)(lambda namespace: derive_root(secret, namespace))
@@ -100,11 +122,12 @@ class RequestPath:
             use_cache=_uses_cache(body),
             template=canonical.template,
             document_ids=tuple(documents[index].id for index in placement.order),
-            changes=(*canonical.changes, *order_changes(decision.order, placement)),
+            changes=(*canonical.changes, *order_changes(weighed)),
             note=decision.note or canonical.note,
             arm=decision.arm,
             comparison=self._comparison(canonical.layout, body) if decision.compared and _moved(placement) else None,
             observation=canonical.observation,
+            sighting=weighed.sighting,
         )
 
     def weigh_chat(self, body: ChatRequest, caller: Caller) -> WeighedChat:
@@ -115,15 +138,21 @@ class RequestPath:
         with _nesting_refused():
             canonical = self._canonicalizer.canonicalize(body, caller.tenant)
             decision = self._decide(canonical, body, caller)
+            scope = Scope(caller.tenant, canonical.template, body.cache_salt or "")
+            snapshot = self.popularity.snapshot(scope)
             placements = weigh_chat(
                 canonical.layout,
-                decision.order,
+                OrderWish(decision.order, canonical.limits, snapshot),
                 self._router.candidates(),
                 self._root_of(body, caller),
                 self._renderer,
+                self.resident_paths,
                 use_cache=_uses_cache(body),
             )
-        return WeighedChat(canonical, decision, tuple(placements), cheapest(placements))
+        documents = canonical.layout.documents
+        counted = documents and decision.order in _COUNTED and _uses_cache(body)
+        sighting = Sighting(scope, tuple([document.fingerprint for document in documents])) if counted else None
+        return WeighedChat(canonical, decision, tuple(placements), cheapest(placements), snapshot, sighting)
 
     def recognize(self, body: ChatRequest, caller: Caller) -> tuple[FilledTemplate | None, Observation | None]:
         """The template of a chat request with its values, and what is to be learned from it; nothing else is done.
@@ -204,6 +233,7 @@ def _plan(
     observation: Observation | None = None,
     arm: Arm | None = None,
     comparison: Comparison | None = None,
+    sighting: Sighting | None = None,
 ) -> Plan:
     return Plan(
         token_ids=placement.token_ids,
@@ -221,6 +251,7 @@ def _plan(
         observation=observation,
         arm=arm,
         comparison=comparison,
+        sighting=sighting,
     )
 
 
@@ -229,13 +260,16 @@ def _moved(placement: Placement) -> int:
     return sum(index != position for position, index in enumerate(placement.order))
 
 
-def order_changes(wanted: OrderMode, placement: Placement) -> tuple[Change, ...]:
+def order_changes(weighed: WeighedChat) -> tuple[Change, ...]:
     """What became of the documents' order, if anything did."""
+    placement = weighed.chosen
     changes = []
-    if placement.mode != wanted and placement.mode == "canonical":
+    if placement.mode != weighed.decision.order and placement.mode == "canonical":
         changes.append(Change("order", "sorted by id: with this tokenizer their tokens depend on their place"))
     if moved := _moved(placement):
         reason = f"; the first {placement.led} lead on {placement.candidate.replica_id}" if placement.led else ""
+        if placement.mode in _COUNTED and placement.led < len(placement.order) and weighed.snapshot.version:
+            reason += f"; {'the rest' if placement.led else 'all'} by popularity snapshot {weighed.snapshot.version}"
         changes.append(Change("order", f"{moved} of {len(placement.order)} documents stand at another place{reason}"))
     return tuple(changes)
 

@@ -45,13 +45,17 @@ class HeadstartOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body's ``headstart`` object.
 
     ``template`` names a registered template and ``fields`` gives the values of its declared fields (then the
-    messages need no system message). ``order`` and ``hoist`` override the defaults, ``bypass`` neither reads
-    nor fills the cache. ``gold`` are acceptable answers; the quality gate looks for them where it compares.
+    messages need no system message). ``bypass`` neither reads nor fills the cache. ``gold`` are acceptable answers; the
+    quality gate looks for them where it compares. All else overrides what is configured for the template or by default.
     """
 
     template: str | None = None
     fields: dict[str, str] | None = None
     order: OrderMode | None = None
+    keep_first: Annotated[int, Meta(ge=0)] | None = None
+    keep_last: Annotated[int, Meta(ge=0)] | None = None
+    max_displacement: Annotated[int, Meta(ge=0)] | None = None
+    hint: bool | None = None
     hoist: HoistMode | None = None
     bypass: bool = False
     gold: Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=32)] | None = None

@@ -192,6 +192,8 @@ class Gateway:
         if plan.observation is not None:
             self.learner.observe(plan.observation.source, plan.observation.text)
         self.prompts.remember(plan.root, token_bytes(plan.token_ids), 0)
+        if plan.sighting is not None:
+            self.path.popularity.observe(plan.sighting)
         if self.whatif is not None:
             self.whatif.observe(plan.replica_id, plan.keys, generation.prompt_tokens, generation.cached_tokens or 0)
         if self.recorder is not None:

@@ -36,7 +36,8 @@ class Layout(msgspec.Struct, frozen=True):
     ``messages`` are all turns; ``target`` is the index of the user message that takes ``documents`` and ``metadata``
     (None when there is neither). Documents that were ``pasted`` stay in the message where they were found.
     ``question`` is what stands before and behind the question that follows documents, ``references`` the labels of
-    documents that earlier turns hold.
+    documents that earlier turns hold. With ``hint``, documents in another order than this are followed by a line that
+    says which came first here.
     """
 
     messages: tuple[Message, ...]
@@ -47,6 +48,7 @@ class Layout(msgspec.Struct, frozen=True):
     pasted: Pasted | None = None
     question: tuple[str, str] = QUESTION
     references: tuple[str, ...] = ()
+    hint: bool = False
 
     @property
     def separator(self) -> str | None:
@@ -58,7 +60,9 @@ class Layout(msgspec.Struct, frozen=True):
         contents: dict[int, str] = {}
         if self.target is not None:
             question = self.messages[self.target].content
-            contents[self.target] = self.leading_text(documents) + self.trailing_text(question)
+            contents[self.target] = (
+                self.leading_text(documents) + self._hint_text(documents) + self.trailing_text(question)
+            )
         if self.pasted is not None:
             here = self.pasted.message
             contents[here] = self.pasted.region.text(documents, self.metadata if here == self.target else None)
@@ -74,6 +78,11 @@ class Layout(msgspec.Struct, frozen=True):
         if not (documents or self.references) or self.pasted is not None:
             return ""
         return "\n" + SEPARATOR.join([*(document.block for document in documents), *self.references])
+
+    def _hint_text(self, documents: Sequence[Document]) -> str:
+        if not self.hint or self.pasted is not None or tuple(documents) == self.documents:
+            return ""
+        return f"{SEPARATOR}Documents by relevance: {', '.join([document.id for document in self.documents])}"
 
     def trailing_text(self, question: str) -> str:
         """What follows the documents: the metadata line and the question, labelled only behind documents."""

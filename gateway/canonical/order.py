@@ -1,105 +1,89 @@
-"""Step 4, order: which document comes first.
+"""Step 4, order: what any order of documents must keep to, and the order by id.
 
-``preserve`` keeps the caller's order, ``canonical`` sorts by id, and the cache-aware order follows what a replica
-really holds: of all paths through its cached blocks that use only this request's documents it takes the one with most
-tokens, and leaves the rest in the caller's order, which is relevance.
+``preserve`` keeps the caller's order, which is relevance, and ``canonical`` sorts by id. What is popular
+(``gateway.canonical.popularity``) and what a replica holds (``gateway.canonical.resident``) decide the other two. A
+caller may limit how far any of them goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import Final
 
 import msgspec
 
-from cache_policy.keys import TOKEN_BYTES, hash_block
 from gateway.canonical.documents import Document
 
-__all__ = ["MAX_NODES", "ResidentOrder", "by_id", "longest_resident_path"]
+__all__ = ["MAX_ORDERED", "UNLIMITED", "OrderLimits", "by_id"]
 
-MAX_NODES: Final = 256
-"""Documents tried at most in one search; a search that reaches it keeps the best path so far."""
+MAX_ORDERED: Final = 64
+"""Documents that popularity and residency put in order; those behind keep the caller's places."""
 
 
-class ResidentOrder(msgspec.Struct, frozen=True):
-    """An order of documents (indexes into the caller's) and what a replica holds of it.
+class OrderLimits(msgspec.Struct, frozen=True):
+    """Which documents may stand where. Indexes and places count from 0 in the caller's order.
 
-    ``path`` counts the leading documents that were placed for the cache's sake; ``resident_tokens`` is the number of
-    cached tokens from the prompt's start to the last cached full block inside the documents.
+    The first ``keep_first`` and the last ``keep_last`` documents keep their places; no other one moves further than
+    ``max_displacement`` places (None: as far as it likes).
     """
 
-    order: tuple[int, ...]
-    path: int
-    resident_tokens: int
+    keep_first: int = 0
+    keep_last: int = 0
+    max_displacement: int | None = None
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether every permutation is allowed."""
+        return not self.keep_first and not self.keep_last and self.max_displacement is None
+
+    def end(self, place: int, first: int, count: int) -> int:
+        """Of the documents without a place yet, those with a lower index than this may stand at ``place``.
+
+        Places are taken in ascending order, all in this way; ``first`` is the lowest index without one, ``count`` how
+        many documents there are. Whichever is chosen, the rest can be placed: in ascending order the first of them is
+        in time, and so are those behind it, whose indexes are at least as far apart as their places.
+        """
+        last = count - self.keep_last
+        if place < self.keep_first or first >= last:
+            return first + 1
+        if self.max_displacement is None:
+            return last
+        if first + self.max_displacement <= place:
+            return first + 1  # its last chance
+        return min(last, place + self.max_displacement + 1)
+
+    def choices(self, place: int, remaining: Sequence[int], count: int) -> Sequence[int]:
+        """Those of ``remaining``, the indexes without a place yet in ascending order, that may stand at ``place``."""
+        end = self.end(place, remaining[0], count)
+        return remaining if remaining[-1] < end else remaining[: bisect_left(remaining, end)]
 
 
-def by_id(documents: Sequence[Document]) -> tuple[int, ...]:
-    """The indexes of ``documents`` sorted by id; equal ids stay in the caller's order."""
-    return tuple(sorted(range(len(documents)), key=lambda index: documents[index].id))
+UNLIMITED: Final = OrderLimits()
 
 
-def longest_resident_path(
-    head: bytes, blocks: Sequence[bytes | None], root: bytes, block_size: int, resident: Container[bytes]
-) -> ResidentOrder:
-    """The order whose first tokens are cached furthest on one replica.
-
-    ``head`` holds the token bytes before the first document and ``blocks`` those of each document (uint32, little
-    endian), the same at every place in the prompt; a document of which that is not so has None and never leads.
-    ``root`` is the first parent of the block keys, ``block_size`` is in tokens, ``resident`` are the keys the replica
-    holds. Ties go to the caller's order. Looks at ``MAX_NODES`` documents at most, each for the price of one hash
-    unless it is cached.
-    """
-    return _Search(blocks, block_size, resident).run(head, root)
-
-
-class _Search:
-    """One depth-first walk. Keeps the best path and the nodes visited so far."""
-
-    def __init__(self, blocks: Sequence[bytes | None], block_size: int, resident: Container[bytes]) -> None:
-        self._blocks = blocks
-        self._stride = block_size * TOKEN_BYTES
-        self._resident = resident
-        self._nodes = 0
-        self._best_bytes = 0
-        self._best_path: tuple[int, ...] = ()
-
-    def run(self, head: bytes, root: bytes) -> ResidentOrder:
-        parent, matched, complete = self._follow(root, head)
-        self._best_bytes = matched
-        everything = tuple(range(len(self._blocks)))
-        if complete:
-            self._descend(parent, head[matched:], matched, (), everything)
-        placed = set(self._best_path)
-        rest = tuple(index for index in everything if index not in placed)
-        return ResidentOrder(self._best_path + rest, len(self._best_path), self._best_bytes // TOKEN_BYTES)
-
-    def _follow(self, parent: bytes, data: bytes) -> tuple[bytes, int, bool]:
-        """Walk the full blocks of ``data``: last resident key, bytes matched, and whether all of them are resident."""
-        stride = self._stride
-        end = len(data) - len(data) % stride
-        for start in range(0, end, stride):
-            key = hash_block(parent, data[start : start + stride])
-            if key not in self._resident:
-                return parent, start, False
-            parent = key
-        return parent, end, True
-
-    def _descend(
-        self, parent: bytes, pending: bytes, matched: int, path: tuple[int, ...], remaining: tuple[int, ...]
-    ) -> None:
-        """Try each remaining document next; ``pending`` are the bytes since the last full block."""
-        for index in remaining:
-            block = self._blocks[index]
-            if block is None:
-                continue
-            if self._nodes == MAX_NODES:
-                return
-            self._nodes += 1
-            data = pending + block
-            key, gained, complete = self._follow(parent, data)
-            here = (*path, index)
-            if matched + gained > self._best_bytes:
-                self._best_bytes, self._best_path = matched + gained, here
-            if complete:
-                rest = tuple(other for other in remaining if other != index)
-                self._descend(key, data[gained:], matched + gained, here, rest)
+def by_id(documents: Sequence[Document], limits: OrderLimits = UNLIMITED) -> tuple[int, ...]:
+    """The indexes of ``documents`` sorted by id as far as ``limits`` allow; equal ids stay in the caller's order."""
+    count = len(documents)
+    order = sorted(range(count), key=lambda index: documents[index].id)
+    if limits.unlimited:
+        return tuple(order)
+    rank = {index: position for position, index in enumerate(order)}
+    waiting: list[int] = []  # a heap: ranks of documents that may stand here
+    placed = bytearray(count)
+    result: list[int] = []
+    first = released = 0
+    for place in range(count):
+        while placed[first]:
+            first += 1
+        end = limits.end(place, first, count)
+        for index in range(released, end):
+            heappush(waiting, rank[index])
+        released = max(released, end)
+        chosen = first if end == first + 1 else order[heappop(waiting)]
+        while placed[chosen]:  # it was placed at its last chance
+            chosen = order[heappop(waiting)]
+        placed[chosen] = 1
+        result.append(chosen)
+    return tuple(result)

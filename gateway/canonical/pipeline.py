@@ -5,7 +5,7 @@ The order itself is chosen together with the replica, since it depends on what e
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -15,6 +15,7 @@ from gateway.canonical.layout import Layout, Pasted
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Observation, Source
 from gateway.canonical.messages import Message, last_user_message, read_messages
+from gateway.canonical.order import OrderLimits
 from gateway.canonical.pasting import find_pasted, order_of_pasted, pasted_into_system, with_original_documents
 from gateway.canonical.recognized import Region, find_undeclared
 from gateway.canonical.registry import TemplateRegistry
@@ -23,7 +24,7 @@ from gateway.canonical.templates import UNREGISTERED, FilledTemplate
 from gateway.canonical.text import normalize_system_messages, normalize_text, text_changes
 from gateway.canonical.tools import canonical_tools
 from gateway.canonical.volatile import hoist
-from gateway.config import DEFAULT_TENANT, CanonicalConfig, HoistMode, OrderMode
+from gateway.config import DEFAULT_TENANT, CanonicalConfig, HoistMode, OrderMode, TemplateConfig
 from gateway.errors import InvalidRequestError
 from gateway.plan import Change
 from gateway.schema import ChatRequest, HeadstartOptions
@@ -32,7 +33,9 @@ __all__ = ["CanonicalPrompt", "Canonicalizer"]
 
 
 class CanonicalPrompt(msgspec.Struct, frozen=True):
-    """What canonicalization made of a request. ``order`` is the one asked for, ``note`` as in ``gateway.plan.Plan``.
+    """What canonicalization made of a request. ``note`` is as in ``gateway.plan.Plan``.
+
+    ``order`` is the one asked for, within ``limits``.
 
     ``filled`` is the template of the system message with this request's values, whether they were moved or not;
     ``observation`` is set where it is none that was registered, to learn from.
@@ -42,6 +45,7 @@ class CanonicalPrompt(msgspec.Struct, frozen=True):
     filled: FilledTemplate | None
     template: str
     order: OrderMode
+    limits: OrderLimits
     changes: tuple[Change, ...]
     note: str | None
     observation: Observation | None = None
@@ -93,6 +97,7 @@ class Canonicalizer:
         options = body.headstart or HeadstartOptions()
         system, observation = self._recognized(body, options, tenant)
         template = system.filled.template if system.filled else None
+        sources = (options, template.config if template else None, self._defaults)
         target = last_user_message(system.messages)
         if body.documents and target is None:
             raise InvalidRequestError("documents need a message with role 'user', the question.", param="documents")
@@ -112,6 +117,7 @@ class Canonicalizer:
             settled.pasted,
             template.layout.question if template and template.layout else QUESTION,
             settled.references,
+            _said("hint", *sources),
         )
         order = options.order or (template and template.config.order) or self._defaults.order
         if settled.pasted is not None:
@@ -122,6 +128,7 @@ class Canonicalizer:
             filled=system.filled,
             template=template.name if template else UNREGISTERED,
             order=order,
+            limits=_limits(*sources),
             changes=(*system.changes, *tool_changes, *hoist_changes, *settled.changes, *_layout_changes(layout)),
             note=_idle_note(system, hoist_mode, layout) if idle else None,
             observation=observation,
@@ -265,3 +272,12 @@ def _idle_note(system: _System, mode: HoistMode, layout: Layout) -> str:
     if system.learned and mode != "apply":
         return f"{documents}, and the fields found in the system message stay in place, as hoist is {mode}"
     return f"{documents}, and template {filled.template.name} has no field to move"
+
+
+def _said(field: str, *sources: HeadstartOptions | TemplateConfig | CanonicalConfig | None) -> Any:
+    """The value of ``field`` in the first of ``sources`` that has one."""
+    return next((value for source in sources if (value := getattr(source, field, None)) is not None), None)
+
+
+def _limits(*sources: HeadstartOptions | TemplateConfig | CanonicalConfig | None) -> OrderLimits:
+    return OrderLimits(**{field: _said(field, *sources) for field in OrderLimits.__struct_fields__})

@@ -10,7 +10,9 @@ import msgspec
 
 from cache_policy.keys import chain_keys
 from gateway.canonical.layout import SEPARATOR, Layout
-from gateway.canonical.order import by_id, longest_resident_path
+from gateway.canonical.order import UNLIMITED, OrderLimits, by_id
+from gateway.canonical.popularity import Snapshot
+from gateway.canonical.resident import ResidentPaths
 from gateway.config import OrderMode
 from gateway.errors import ContextLengthError
 from gateway.prompt import DocumentTokens, PromptRenderer, PromptText
@@ -19,6 +21,7 @@ from gateway.segments import TooManyTokens
 
 __all__ = [
     "AppliedOrder",
+    "OrderWish",
     "Placement",
     "cheapest",
     "encode_text",
@@ -61,6 +64,14 @@ class Placement(msgspec.Struct, frozen=True):
         return len(self.token_ids) < self.candidate.info.max_model_len
 
 
+class OrderWish(msgspec.Struct, frozen=True):
+    """How the documents of a request are to be ordered: in which way, within which limits, by which popularity."""
+
+    mode: OrderMode
+    limits: OrderLimits = UNLIMITED
+    snapshot: Snapshot = Snapshot()
+
+
 class _Order(msgspec.Struct, frozen=True):
     indexes: tuple[int, ...]
     mode: AppliedOrder
@@ -69,10 +80,11 @@ class _Order(msgspec.Struct, frozen=True):
 
 def weigh_chat(
     layout: Layout,
-    mode: OrderMode,
+    wish: OrderWish,
     candidates: Sequence[Candidate],
     root_of: RootOf,
     renderer: PromptRenderer,
+    paths: ResidentPaths,
     *,
     use_cache: bool,
 ) -> list[Placement]:
@@ -84,7 +96,7 @@ def weigh_chat(
     """
     limit = max(candidate.info.max_model_len for candidate in candidates)
     conversation = _Conversation(layout, renderer, limit)
-    orders = _orders(conversation, mode, candidates, root_of, use_cache)
+    orders = _orders(conversation, wish, candidates, root_of, paths, use_cache=use_cache)
     return [
         _placed(
             candidate,
@@ -188,24 +200,37 @@ class _Conversation:
 
 
 def _orders(
-    conversation: _Conversation, mode: OrderMode, candidates: Sequence[Candidate], root_of: RootOf, use_cache: bool
+    conversation: _Conversation,
+    wish: OrderWish,
+    candidates: Sequence[Candidate],
+    root_of: RootOf,
+    paths: ResidentPaths,
+    *,
+    use_cache: bool,
 ) -> list[_Order]:
     """The order of the documents on each candidate."""
-    documents = conversation.documents
+    documents, limits = conversation.documents, wish.limits
     given = tuple(range(len(documents)))
     if not documents:
         return [_Order(given, "none")] * len(candidates)
-    if mode == "preserve" or (mode == "cache-aware" and not use_cache):
+    if wish.mode == "preserve" or (wish.mode == "cache-aware" and not use_cache):
         return [_Order(given, "preserve")] * len(candidates)
-    tokens = conversation.document_tokens() if mode == "cache-aware" else None
+    fingerprints = [document.fingerprint for document in documents]
+    if wish.mode == "popularity":
+        ranks = sorted(given, key=by_id(documents).__getitem__)
+        return [_Order(wish.snapshot.order(fingerprints, limits=limits, ranks=ranks), "popularity")] * len(candidates)
+    tokens = conversation.document_tokens() if wish.mode == "cache-aware" else None
     if tokens is None:
         # Also where this tokenizer gives a document other ids at another place: no path can be followed then.
-        return [_Order(by_id(documents), "canonical")] * len(candidates)
+        return [_Order(by_id(documents, limits), "canonical")] * len(candidates)
+    preferred = wish.snapshot.ranking(fingerprints)
     orders = []
     for candidate in candidates:
         size, root = candidate.info.block_size, root_of(candidate)
-        best = longest_resident_path(tokens.head, tokens.blocks, root, size, candidate.resident)
-        orders.append(_Order(best.order, "cache-aware", best.path))
+        held = candidate.resident
+        path = paths.longest(tokens.head, tokens.blocks, fingerprints, root, size, held, limits, preferred)
+        order = wish.snapshot.order(fingerprints, path.documents, limits)
+        orders.append(_Order(order, "cache-aware", len(path.documents)))
     return orders
 
 

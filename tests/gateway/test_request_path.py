@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from cache_policy.keys import chain_keys
-from engine.wire import BlockStored
+from engine.wire import AllBlocksCleared, BlockStored
+from gateway.canonical.sighting import Scope
 from gateway.canonical.templates import UNREGISTERED
 from gateway.config import CanonicalConfig, TemplateConfig
 from gateway.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, ReplicaUnavailable
@@ -22,6 +23,7 @@ BLOCK = 16
 TENANT = Caller("acme")
 TEMPLATES = {
     "clock": TemplateConfig("Today is {date}.\nAnswer from the documents, and name the one you used."),
+    "pinned": TemplateConfig("Read them all.", keep_first=1, keep_last=0),
     "stuff": TemplateConfig("It is {now}. Use these:\n\n{context}", documents="langchain", order="cache-aware"),
     "guide": TemplateConfig("Read what is given.", documents="xml", order="cache-aware"),
     "nodes": TemplateConfig("It is {now}. Answer.", documents="llama-index", order="cache-aware"),
@@ -61,6 +63,8 @@ class Stage:
 
     def computed(self, plan: Plan) -> None:
         """The replica has computed this prompt and keeps all of it."""
+        if plan.sighting is not None:
+            self.path.popularity.observe(plan.sighting)
         if plan.use_cache:
             self.router.on_events(self.replicas[plan.replica_id], (BlockStored(tuple(plan.keys), None, BLOCK),))
 
@@ -116,6 +120,66 @@ def test_l5_all_orders_of_the_same_documents_meet_in_one_prompt(stage: Callable[
             else:
                 assert plan.predicted_cached >= system_and_documents - BLOCK
             one.computed(plan)
+
+
+def test_l5_all_orders_of_documents_that_are_known_meet_in_one_prompt_by_popularity(
+    stage: Callable[..., Stage],
+) -> None:
+    one = stage(order="popularity")
+    for _ in range(32):
+        one.computed(one.chat(documents=documents("d3", "d1")))
+    orders = {
+        one.chat(documents=documents(*permutation)).document_ids
+        for permutation in itertools.permutations(("d1", "d2", "d3", "d4"))
+    }
+    assert orders == {("d1", "d3", "d2", "d4")}
+
+
+def test_behind_what_is_resident_stands_what_is_popular_with_it(stage: Callable[..., Stage]) -> None:
+    one = stage()
+    for _ in range(32):
+        one.computed(one.chat(documents=documents("x", "c")))
+    assert one.chat(documents=documents("a", "c", "x"), cache_salt="other").document_ids == ("a", "c", "x")
+    one.router.on_events(one.replicas["engine-0"], (AllBlocksCleared(),))
+    one.computed(one.chat(documents=documents("b")))
+    plan = one.chat(documents=documents("a", "b", "x", "c"))
+    assert plan.document_ids == ("b", "x", "c", "a")
+    assert (
+        "4 of 4 documents stand at another place; the first 2 lead on engine-0; the rest by popularity snapshot 1"
+        in {change.what for change in plan.changes}
+    )
+
+
+def test_the_body_limits_the_order_before_the_template_before_the_defaults(stage: Callable[..., Stage]) -> None:
+    one = stage(order="canonical", keep_last=1)
+    field = {"template": "pinned", "fields": {}}
+    given = documents("d", "c", "b", "a")
+    assert one.chat(documents=given).document_ids == ("b", "c", "d", "a")
+    assert one.chat(documents=given, headstart=field).document_ids == ("d", "a", "b", "c")
+    assert one.chat(documents=given, headstart={**field, "keep_first": 0}).document_ids == ("a", "b", "c", "d")
+    displaced = {"max_displacement": 1, "keep_last": 0}
+    assert one.chat(documents=given, headstart=displaced).document_ids == ("c", "d", "a", "b")
+
+
+def test_the_hint_says_in_which_order_the_caller_gave_the_documents(stage: Callable[..., Stage]) -> None:
+    one = stage(order="canonical")
+    plan = one.chat(documents=documents("b", "a"), headstart={"hint": True})
+    assert "\n\nDocuments by relevance: b, a\n\nQuestion:" in one.renderer.decode(plan.token_ids)
+    assert "relevance" not in one.renderer.decode(one.chat(documents=documents("b", "a")).token_ids)
+
+
+def test_only_requests_that_are_ordered_by_it_and_fill_the_cache_are_counted(stage: Callable[..., Stage]) -> None:
+    one = stage()
+    sighting = one.chat(
+        documents=documents("a", "b"), cache_salt="s", headstart={"template": "clock", "fields": {"date": "x"}}
+    ).sighting
+    assert sighting is not None
+    assert sighting.scope == Scope("acme", "clock", "s")
+    assert len(set(sighting.documents)) == 2
+    assert one.path.popularity.documents == 0, "planning counts nothing"
+    for headstart in ({"bypass": True}, {"order": "preserve"}, {"order": "canonical"}):
+        assert one.chat(documents=documents("a", "b"), headstart=headstart).sighting is None
+    assert one.chat().sighting is None
 
 
 def test_l5_preserve_keeps_the_callers_order(stage: Callable[..., Stage]) -> None:

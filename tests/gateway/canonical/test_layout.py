@@ -34,6 +34,14 @@ def test_earlier_turns_never_change() -> None:
     assert (arranged[:3], arranged[4]) == (TURNS[:3], followed[4])
 
 
+def test_a_hint_names_the_callers_order_where_another_one_stands() -> None:
+    layout = Layout(TURNS, 3, DOCUMENTS, "Metadata: now=9", hint=True)
+    assert "relevance" not in content(layout)
+    assert layout.arrange(DOCUMENTS[::-1])[-1].content.endswith(
+        "One\nFirst.\n\nDocuments by relevance: d1, d2\n\nMetadata: now=9\n\nQuestion: new?"
+    )
+
+
 def test_nothing_to_lay_out_leaves_everything_as_it_is() -> None:
     assert Layout(TURNS).arrange(()) == TURNS
 
