@@ -36,6 +36,7 @@ OPERATOR = [
     ("PUT", "/admin/policy"),
     ("GET", "/admin/whatif"),
     ("GET", "/admin/templates"),
+    ("GET", "/admin/quality"),
     ("GET", "/metrics"),
     ("GET", "/dashboard/events"),
 ]
@@ -45,7 +46,7 @@ TEMPLATES = [  # who may do what with them is told in test_templates.py
     ("POST", "/v1/templates"),
     ("DELETE", "/v1/templates/x"),
 ]
-LEARNED = [("POST", "/admin/templates/x")]  # told in test_learned.py
+SWITCHES = [("POST", "/admin/templates/x"), ("POST", "/admin/quality/x")]  # told in test_learned.py and test_quality.py
 TENANTS = [
     ("POST", "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
     ("POST", "/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 2}),
@@ -83,7 +84,7 @@ def test_every_route_but_the_public_ones_refuses_a_stranger(bench: Bench) -> Non
             for method in methods:
                 assert await _status(service, method, path) == 401, (method, path)
                 checked.add((method, route.path))
-        assert len(checked) == len(OPERATOR) + len(TENANTS) + len(TEMPLATES) + len(LEARNED)
+        assert len(checked) == len(OPERATOR) + len(TENANTS) + len(TEMPLATES) + len(SWITCHES)
 
     bench.run(scenario, KEYED)
 
