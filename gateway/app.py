@@ -26,7 +26,7 @@ from gateway.canonical.learning.proposals import TemplateProposals
 from gateway.dashboard import routes as dashboard
 from gateway.dashboard.feed import Feed
 from gateway.service import Gateway
-from gateway.stats.metrics import Exposition, LearningCollector
+from gateway.stats.metrics import Exposition, LearningCollector, QualityCollector
 from gateway.stats.statistics import Statistics
 
 __all__ = ["create_app"]
@@ -52,7 +52,9 @@ def create_app(gateway: Gateway) -> Litestar:
         return gateway.statistics
 
     def provide_exposition() -> Exposition:
-        return Exposition(gateway.statistics, LearningCollector(gateway.learner))
+        return Exposition(
+            gateway.statistics, LearningCollector(gateway.learner), QualityCollector(gateway.quality_report)
+        )
 
     def provide_proposals() -> TemplateProposals:
         return gateway.proposals

@@ -119,7 +119,7 @@ class QualityGate:
             return OrderDecision(order)
         if rule.holdout and self._share(body, caller) < rule.holdout:
             return OrderDecision("preserve", _HELD_OUT, "preserved")
-        compared = bool(rule.sample and rule.bounds) and _has_one_answer(body) and self._rng.random() < rule.sample
+        compared = rule.sample > 0 and _has_one_answer(body) and self._rng.random() < rule.sample
         return OrderDecision(order, None, "reordered" if rule.holdout else None, compared)
 
     def served(self, generation: Generation) -> None:

@@ -7,7 +7,7 @@ gateways up. Summing a series over its labels gives the total.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -17,11 +17,13 @@ from prometheus_client.registry import Collector
 
 import gateway
 from gateway.canonical.learning.learner import MAX_WEIGHT, TemplateLearner
+from gateway.quality.report import QualityReport
+from gateway.quality.shadows import MAX_BYTES
 from gateway.replicas.base import ReplicaState
 from gateway.stats.statistics import Statistics
 from gateway.stats.sums import BUCKETS_PER_DOUBLING, Labels, Sums, bucket_bound
 
-__all__ = ["CONTENT_TYPE", "Exposition", "LearningCollector"]
+__all__ = ["CONTENT_TYPE", "Exposition", "LearningCollector", "QualityCollector"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
 
@@ -69,6 +71,36 @@ class LearningCollector(Collector):
             ("tokens", f"Tokens held to learn templates; bounded by {MAX_WEIGHT}.", learner.weight),
         ):
             yield GaugeMetricFamily(f"headstart_learning_{name}", text, value=float(value))
+
+
+class QualityCollector(Collector):
+    """Which templates are reordered, and what became of the requests that were to be compared."""
+
+    def __init__(self, report: Callable[[], QualityReport]) -> None:
+        self._report = report
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of one scrape."""
+        report = self._report()
+        reordering = GaugeMetricFamily(
+            "headstart_quality_reordering", "0 where reordering is switched off.", labels=("template",)
+        )
+        pairs = GaugeMetricFamily(
+            "headstart_quality_pairs",
+            "Requests compared in the template's test, by all gateways.",
+            labels=("template",),
+        )
+        for row in report.templates:
+            reordering.add_metric((row.template,), float(row.reordering))
+            pairs.add_metric((row.template,), row.pairs)
+        shadows = CounterMetricFamily(
+            "headstart_quality_shadows", "Requests that were to be compared, by outcome.", labels=("outcome",)
+        )
+        for outcome in ("compared", "dropped", "interrupted", "failed"):
+            shadows.add_metric((outcome,), getattr(report.shadows, outcome))
+        kept = GaugeMetricFamily("headstart_quality_kept_bytes", f"Held to be compared; at most {MAX_BYTES}.")
+        kept.add_metric((), report.shadows.kept_bytes)
+        return iter((reordering, pairs, shadows, kept))
 
 
 class _StatisticsCollector(Collector):

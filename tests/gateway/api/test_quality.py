@@ -30,6 +30,13 @@ def test_an_engine_that_reads_in_order_is_switched_back_and_on_again(bench: Benc
         answer = await service.chat("And now?", documents=DOCUMENTS)
         assert answer.headers["x-headstart-order"] == "preserve"
         assert "switched off" in answer.headers["x-headstart-note"]
+        body = {"model": "scripted", "messages": [{"role": "user", "content": "And now?"}], "documents": DOCUMENTS}
+        explained = (await service.post("/v1/explain", body)).json
+        assert explained["note"] == answer.headers["x-headstart-note"]
+        assert explained["candidates"][0]["documents"] == ["C", "A", "B"]
+        scraped = (await service.get("/metrics")).body.decode()
+        assert 'headstart_quality_reordering{template="unregistered"} 0.0' in scraped
+        assert "headstart_quality_kept_bytes" in scraped
         report = (await service.get("/admin/quality")).json
         (row,) = report["templates"]
         assert (row["template"], row["reordering"], row["verdict"]) == ("unregistered", False, "harmful")
