@@ -165,4 +165,4 @@ class FieldEvidence:
 
 def fits_metadata(value: str) -> bool:
     """Whether a value can stand in a metadata line: one line, not too long."""
-    return len(value) <= MAX_MOVED_CHARS and (not value or value.splitlines() == [value])
+    return len(value) <= MAX_MOVED_CHARS and (value.isprintable() or value.splitlines() == [value])

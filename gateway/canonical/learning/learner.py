@@ -33,7 +33,7 @@ MAX_TEMPLATES: Final = 16
 """Learned templates of a source, and as many candidates; the longest unseen leaves first."""
 
 MAX_WEIGHT: Final = 500_000
-"""Tokens of all skeletons and learned templates, a field counting as 16: some 40 MB at most."""
+"""Tokens of all skeletons and learned templates, a field counting as 16: some 25 MB when that is reached."""
 
 MAX_FIELDS: Final = 32
 """A text with more gaps than that is no template."""
@@ -298,10 +298,11 @@ class TemplateLearner:
         for evidence, value in zip(template.evidence, values, strict=True):
             evidence.add(value, self._digest(value))
             changed |= due and evidence.decide()
+        before = template.form
         if changed:
-            template.form = template.form.decided(template.evidence)
-            template.version += 1
-        return changed
+            template.form = before.decided(template.evidence)
+            template.version += template.form.moved != before.moved
+        return template.form.moved != before.moved
 
     def _examine(self, source: Source, known: _Source, text: str) -> None:
         """Align a text of no known form with the candidate that it resembles most."""

@@ -122,6 +122,25 @@ def _learned() -> TemplateLearner:
 LEARNED = _learned()
 
 
+@pytest.mark.parametrize("odd", ["x" * 500, "two\nlines"])
+def test_a_value_that_does_not_fit_the_metadata_line_stays_and_the_others_are_moved(odd: str) -> None:
+    text = SUPPORT.format(now="12:00", user="Ann", trace=odd)
+    filled = LEARNED.recognize(SOURCE, text)
+    assert filled is not None
+    assert set(filled.values) == {"now", "name"}
+    assert filled.text == text
+
+
+def test_constant_prompts_do_not_push_out_a_template_with_fields(learner: TemplateLearner, traffic: Traffic) -> None:
+    for _ in range(40):
+        learner.observe(SOURCE, traffic.fill(SUPPORT))
+    for number in range(2 * MAX_TEMPLATES):
+        words = " ".join(f"{'abcdefghij'[number % 10]}{'klmnopq'[number // 10]}{end}" for end in "rstuvwxyz")
+        for _ in range(10):
+            learner.observe(SOURCE, f"You answer in the words {words} alone.")
+    assert moved(learner.recognize(SOURCE, traffic.fill(SUPPORT)))
+
+
 def test_a_constant_date_in_a_policy_is_not_moved(learner: TemplateLearner, traffic: Traffic) -> None:
     for _ in range(2 * WINDOW):
         learner.observe(SOURCE, POLICY)

@@ -88,3 +88,13 @@ def test_hostile_texts_are_aligned_in_bounded_time() -> None:
         generalize(one, [str(token) for token in two], two)
     forward = array("Q", range(1, 32_769))
     generalize(forward, [str(token) for token in forward], forward[::-1])
+
+
+def test_what_was_left_out_of_a_skeleton_never_comes_back() -> None:
+    one, two, three = ("12:01 be kind, Ann", "12:02 be kind, Bob", "12:03 be kind, Cid")
+    tokens, text = split_tokens(two), digests(two)
+    skeleton = generalize(digests(one), tokens, text)
+    other = generalize(digests(three), tokens, text)
+    both = generalize(other.digests, tokens, skeleton.masked(text))
+    assert both.literals(tokens) == ("", " be kind, ", "")
+    assert both.digests == skeleton.digests
