@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Final
 
 import msgspec
@@ -22,12 +22,17 @@ __all__ = ["MAX_DOCUMENTS", "Region", "cut_documents", "find_in_message", "find_
 MAX_DOCUMENTS: Final = 10_000
 """In a text that seems to hold more than any model could read, none are looked for: it would take seconds."""
 
+_MAX_PARAGRAPHS: Final = 4 * MAX_DOCUMENTS
+_MAX_NAMES: Final = 64
+"""Keys of a node's metadata, and elements in an XML document, that are told from its text."""
+
 _BLANK_LINES: Final = re.compile("\n{2,}")
 _BLANK_LINE: Final = "\n\n"
 
 _XML_OPENING: Final = re.compile(r"<document(?=[\s>])[^<>]*>")
 _XML_CLOSING: Final = "</document>"
-_XML_ATTRIBUTE: Final = re.compile(r"([A-Za-z_][\w:.-]*)\s*=\s*(?:\"([^\"]*)\"|'([^']*)')")
+# Begins where a name does and gives nothing back: a tag of a megabyte without "=" is read once, not once a character.
+_XML_ATTRIBUTE: Final = re.compile(r"(?<![\w:.-])([A-Za-z_][\w:.-]*+)\s*+=\s*+(?:\"([^\"]*+)\"|'([^']*+)')")
 _XML_ELEMENT: Final = re.compile(r"\s*<([A-Za-z_][\w:.-]*)>")
 _XML_WRAPPER: Final = re.compile(r"\s*</documents>\n*")
 
@@ -189,7 +194,7 @@ def _joined_by(separator: str, text: str, start: int, stop: int) -> Iterator[_Fo
 def _pieces(text: str, start: int, stop: int, separator: re.Pattern[str]) -> Iterator[tuple[int, int]]:
     """What stands between separators, without newlines at its ends and without what is blank."""
     begins = start
-    for end, resumes in [*(match.span() for match in separator.finditer(text, start, stop)), (stop, stop)]:
+    for end, resumes in chain((match.span() for match in separator.finditer(text, start, stop)), [(stop, stop)]):
         piece = text[begins:end]
         if piece and not piece.isspace():
             yield begins + len(piece) - len(piece.lstrip("\n")), end - len(piece) + len(piece.rstrip("\n"))
@@ -202,12 +207,19 @@ def _nodes(text: str, start: int, stop: int) -> Iterator[_Found]:
     Texts may hold blank lines, but all nodes of an index have the same keys: a paragraph of these begins a node.
     Without metadata each paragraph counts as a node.
     """
-    paragraphs = [*_pieces(text, start, stop, _BLANK_LINES)]
-    keys = _metadata(text, paragraphs[0]).keys() if len(paragraphs) > 1 else ()
+    paragraphs = [*islice(_pieces(text, start, stop, _BLANK_LINES), _MAX_PARAGRAPHS + 1)]
+    if len(paragraphs) > _MAX_PARAGRAPHS:
+        return
+    keys = [*_metadata(text, paragraphs[0])] if len(paragraphs) > 1 else []
     if not keys:
         yield from _paragraphs(text, start, stop)
         return
-    heads = [index for index, piece in enumerate(paragraphs) if [*_metadata(text, piece)] == [*keys]]
+    opening = f"{keys[0]}: "
+    heads = [
+        index
+        for index, piece in enumerate(paragraphs)
+        if text.startswith(opening, piece[0]) and [*_metadata(text, piece)] == keys
+    ]
     for head, following in zip(heads, [*heads[1:], len(paragraphs)], strict=True):
         first, last = paragraphs[head][0], paragraphs[following - 1][1]
         body = paragraphs[head + 1][0] if head + 1 < following else last
@@ -216,8 +228,11 @@ def _nodes(text: str, start: int, stop: int) -> Iterator[_Found]:
 
 def _metadata(text: str, piece: tuple[int, int]) -> Mapping[str, str]:
     """The values of a paragraph that is nothing but ``key: value`` lines; empty for another one."""
+    lines = text[slice(*piece)].split("\n", _MAX_NAMES)
+    if len(lines) > _MAX_NAMES:
+        return {}
     values: dict[str, str] = {}
-    for line in text[slice(*piece)].split("\n"):
+    for line in lines:
         match = _METADATA_LINE.match(line)
         if match is None:
             return {}
@@ -250,9 +265,10 @@ def _xml_document(text: str, opening: re.Match[str], closing: int, stop: int) ->
         match[1]: match[2] if match[2] is not None else match[3] for match in _XML_ATTRIBUTE.finditer(opening.group())
     }
     at, body = opening.end(), text[opening.end() : closing]
-    while (element := _XML_ELEMENT.match(text, at, closing)) is not None:
-        end = text.find(f"</{element[1]}>", element.end(), closing)
-        if end < 0:
+    for _ in range(_MAX_NAMES):
+        element = _XML_ELEMENT.match(text, at, closing)
+        end = -1 if element is None else text.find(f"</{element[1]}>", element.end(), closing)
+        if element is None or end < 0:
             break
         if element[1] in ("document_content", "document_contents"):
             body = text[element.end() : end]

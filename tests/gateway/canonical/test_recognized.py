@@ -204,3 +204,30 @@ def test_hostile_texts_take_time_in_proportion_to_their_length(unit: str) -> Non
     for format in FORMATS:
         find_in_message(text, format)
         cut_documents(text, format, 0, len(text))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("unit", ["a", "a =", 'a="', "a='", "a:", " ", "é"])
+def test_hostile_tags_take_time_in_proportion_to_their_length(unit: str) -> None:
+    """Read again from each of its characters, a tag of this length would take an hour."""
+    tag = f"<document {unit * (1_000_000 // len(unit))}>"
+    assert blocks(find_undeclared(f"{tag}text</document>", system=False)) == [f"{tag}text</document>"]
+
+
+def test_elements_and_keys_without_end_are_text() -> None:
+    """No application names so much: to tell them all apart would only take time."""
+    many = "".join(f"<a{index}></a{index}>" for index in range(1000))
+    region = find_undeclared(f"<document><source>s</source>{many}</document>", system=False)
+    assert region is not None
+    (document,) = region.documents
+    assert ("source", "s") in document.attributes
+    assert len(document.attributes) < 100
+    keys = "\n".join(f"k{index}: v" for index in range(1000))
+    assert texts(find_in_message(f"{RULE}\n{keys}\n\nOne.\n\n{keys}\n\nTwo.\n{RULE}\nWhy?", "llama-index")) == [
+        keys,
+        "One.",
+        keys,
+        "Two.",
+    ]
+    paragraphs = "a: b\n\n" + "word\n\n" * 50_000
+    assert find_in_message(f"{RULE}\n{paragraphs}{RULE}\nWhy?", "llama-index") is None
