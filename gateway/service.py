@@ -42,7 +42,7 @@ from gateway.template_store import TemplateStore
 __all__ = ["Gateway", "configured_gateway"]
 
 _REMEMBERED_TOKENS: Final = 1_000_000
-"""Tokens of recent prompts that are kept to explain where a prompt leaves them: about 4 MB, 5 with many short ones."""
+"""Tokens of recent prompts that are kept to explain where a prompt leaves them: 4 MB, up to 11 with short ones."""
 
 _log = structlog.get_logger("headstart.gateway")
 

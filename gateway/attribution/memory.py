@@ -15,6 +15,9 @@ from cache_policy.keys import TOKEN_BYTES
 
 __all__ = ["CommonPrefix", "TokenMemory"]
 
+_TOKENS_A_PROMPT: Final = 128
+"""What a remembered prompt costs besides its tokens, counted in tokens: prompts may be as short as one."""
+
 
 class CommonPrefix(msgspec.Struct, frozen=True):
     """``tokens`` at the start of a prompt are those of an earlier one, whose number is ``serial``.
@@ -37,14 +40,16 @@ class _Edge:
 
 
 class TokenMemory:
-    """The prompts remembered, at most ``capacity`` tokens of them. Owns its tree; belongs to one thread.
+    """The prompts remembered, at most ``capacity`` tokens, and one prompt per 128 of these. Owns its tree.
 
-    A token costs four bytes, a prompt some 500 more. Prompts whose end was not passed for the longest time leave first.
+    A token costs four bytes, a prompt some 500 more, up to 1,200 with a namespace of its own. Prompts whose end was not
+    passed for the longest time leave first. Belongs to one thread.
     Namespaces are trees of their own, so that nothing is ever told across them.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity: Final = capacity * TOKEN_BYTES
+        self._max_prompts: Final = max(2, capacity // _TOKENS_A_PROMPT)
         self._held = 0
         self._roots: dict[bytes, _Edge] = {}
         self._leaves: OrderedDict[int, tuple[bytes, _Edge]] = OrderedDict()  # by identity, longest unused first
@@ -90,7 +95,7 @@ class TokenMemory:
         self._leaves.pop(id(parent), None)
         self._leaves[id(leaf)] = namespace, leaf
         self._held += len(data)
-        while self._held > self._capacity and len(self._leaves) > 1:
+        while len(self._leaves) > self._max_prompts or (self._held > self._capacity and len(self._leaves) > 1):
             self._forget_one()
 
     def _split(self, edge: _Edge, at: int) -> _Edge:

@@ -76,3 +76,13 @@ def test_to_look_is_not_to_take_in() -> None:
         assert memory.find(b"ns", token_bytes([1, 2, 3, 4, 5])) == CommonPrefix(4, 0)
         assert memory.find(b"other", token_bytes([1])) == CommonPrefix(0, None)
     assert memory.tokens == 4
+
+
+def test_short_prompts_in_namespaces_of_their_own_are_bounded_by_number() -> None:
+    """Whoever sends one token under a new salt each time must not fill the memory of the machine with nodes."""
+    memory = TokenMemory(1280)
+    for serial in range(1000):
+        memory.remember(b"salt %d" % serial, token_bytes([5]), serial)
+    assert memory.tokens == 10
+    known = [memory.find(b"salt %d" % serial, token_bytes([5])).tokens for serial in range(1000)]
+    assert known == [0] * 990 + [1] * 10
