@@ -2,11 +2,12 @@
 //
 // A task is a set of query rows (token and position) and a range of keys in one block table; it is computed for each
 // KV head apart, for all query heads of that group together. The keys pass by in tiles of kTile, in float32 whatever
-// the pool holds, with a running maximum and sum per row.
+// the pool holds. Of kGroup keys all scores are taken, then the weights of each row, then its weighted values: so each
+// tile stays in the first-level cache while all rows pass by, and nothing has to be scaled again for a new maximum.
 //
 // A row's result is the same bits however it is cut into tasks, alone or with others, as a decode or within a prefill:
-// the running sums begin anew at every kGroup-th position, and the groups are taken together by `fold` in the order of
-// their positions. A row whose keys are spread over several tasks leaves each group in a slot, to be folded at the end.
+// the sums begin anew at every kGroup-th position, and the groups are taken together by `fold` in the order of their
+// positions. A row whose keys are spread over several tasks leaves each group in a slot, to be folded at the end.
 #include "attention.h"
 
 #include <cmath>
@@ -61,7 +62,7 @@ inline const float* load_row(const void* pool, const float* scales, int64_t row,
   return space;
 }
 
-// scores[r][i] = query[r] . key i, where keys are [dim, kTile].
+// scores[r][i] = query[r] . key i for a tile, where keys are [dim, kTile] and scores [R, kGroup].
 template <int R>
 void score(const float* query, int query_stride, const float* keys, int dim, float* scores) {
   for (int column = 0; column < kTile; column += kVectors * W) {
@@ -76,8 +77,40 @@ void score(const float* query, int query_stride, const float* keys, int dim, flo
       }
     }
     for (int r = 0; r < R; r++)
-      for (int v = 0; v < kVectors; v++) store(scores + r * kTile + column + v * W, acc[r][v]);
+      for (int v = 0; v < kVectors; v++) store(scores + r * kGroup + column + v * W, acc[r][v]);
   }
+}
+
+// Keys of a group, relative to its start, that a row sees.
+struct Visible {
+  int low, high;
+  bool any() const { return low < high; }
+};
+
+// Makes the scores of one row weights, zero for what it does not see; their maximum and sum.
+void weigh(float* scores, Visible seen, float softcap, float* most, float* total) {
+  const int first = seen.low / W * W, last = padded(seen.high);
+  if (softcap > 0)
+    for (int i = first; i < last; i += W) {  // tanh(x) = 1 - 2 / (e^2x + 1), on the side that cannot overflow
+      const vf x = load(scores + i) / softcap;
+      const vf e = exponential((x < 0.f ? x : -x) * 2.f);
+      const vf t = (1.f - e) / (1.f + e) * softcap;
+      store(scores + i, x < 0.f ? -t : t);
+    }
+  for (int i = first; i < seen.low; i++) scores[i] = kNone;
+  for (int i = seen.high; i < last; i++) scores[i] = kNone;
+  vf peak = splat(kNone);
+  for (int i = first; i < last; i += W) peak = greater(peak, load(scores + i));
+  const float base = *most = largest(peak);
+  vf added{};
+  for (int i = first; i < last; i += W) {
+    const vf p = exponential(load(scores + i) - base);
+    added += p;
+    store(scores + i, p);
+  }
+  *total = sum(added);
+  for (int i = 0; i < first; i += W) store(scores + i, vf{});
+  for (int i = last; i < kGroup; i += W) store(scores + i, vf{});
 }
 
 // acc[r] += sum over keys of weights[r][key] * value of that key, for V vectors of the dimension.
@@ -91,7 +124,7 @@ inline void accumulate(const float* weights, const float* const* values, int fir
     const float* value = values[i] + column;
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const float p = weights[r * kTile + i];
+      const float p = weights[r * kGroup + i];
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) sums[r][v] += p * load(value + v * W);
     }
@@ -100,53 +133,18 @@ inline void accumulate(const float* weights, const float* const* values, int fir
     for (int v = 0; v < V; v++) store(acc + r * acc_stride + column + v * W, sums[r][v]);
 }
 
-struct Visible {
-  int low, high;  // keys of the tile
-};
-
-// Takes one tile of keys into R rows: their weighted values, maxima and sums.
 template <int R>
-void attend_rows(const headstart_attention& a, const float* query, int query_stride, const float* keys,
-                 const float* const* values, const Visible* visible, float* acc, int acc_stride, float* most,
-                 float* total) {
-  float scores[R * kTile] __attribute__((aligned(64)));
-  score<R>(query, query_stride, keys, a.key_dim, scores);
-  int first = kTile, last = 0;
-  for (int r = 0; r < R; r++) {
-    float* s = scores + r * kTile;
-    const int low = visible[r].low, high = visible[r].high;
-    first = low < first ? low : first;
-    last = high > last ? high : last;
-    if (a.softcap > 0)
-      for (int i = 0; i < kTile; i += W) {  // tanh(x) = 1 - 2 / (e^2x + 1), on the side that cannot overflow
-        const vf x = load(s + i) / a.softcap;
-        const vf e = exponential((x < 0.f ? x : -x) * 2.f);
-        const vf t = (1.f - e) / (1.f + e) * a.softcap;
-        store(s + i, x < 0.f ? -t : t);
-      }
-    for (int i = 0; i < low; i++) s[i] = kNone;
-    for (int i = high > low ? high : low; i < kTile; i++) s[i] = kNone;
-    vf peak = splat(kNone);
-    for (int i = 0; i < kTile; i += W) peak = greater(peak, load(s + i));
-    const float before = most[r], now = largest(peak) > before ? largest(peak) : before;
-    const float base = now == kNone ? 0.f : now;
-    vf added{};
-    for (int i = 0; i < kTile; i += W) {
-      const vf p = exponential(load(s + i) - base);
-      added += p;
-      store(s + i, p);
-    }
-    const float keep = before == kNone ? 0.f : std::exp(before - base);
-    total[r] = total[r] * keep + sum(added);
-    most[r] = now;
-    if (keep != 1.f)
-      for (int d = 0; d < acc_stride; d += W) store(acc + r * acc_stride + d, load(acc + r * acc_stride + d) * keep);
-  }
+void accumulate_all(const float* weights, const float* const* values, int first, int last, float* acc, int width) {
   int column = 0;
-  for (; column + kVectors * W <= acc_stride; column += kVectors * W)
-    accumulate<R, kVectors>(scores, values, first, last, column, acc, acc_stride);
-  for (; column < acc_stride; column += W) accumulate<R, 1>(scores, values, first, last, column, acc, acc_stride);
+  for (; column + kVectors * W <= width; column += kVectors * W)
+    accumulate<R, kVectors>(weights, values, first, last, column, acc, width);
+  for (; column < width; column += W) accumulate<R, 1>(weights, values, first, last, column, acc, width);
 }
+
+#define HEADSTART_BY_ROWS(F) {nullptr, F<1>, F<2>, F<3>, F<4>, F<5>, F<6>}
+constexpr decltype(&score<1>) kScore[] = HEADSTART_BY_ROWS(score);
+constexpr decltype(&accumulate_all<1>) kAccumulate[] = HEADSTART_BY_ROWS(accumulate_all);
+#undef HEADSTART_BY_ROWS
 
 // What a row has gathered over some keys: weighted values, the maximum of its scores and the sum of its weights.
 struct Gathered {
@@ -158,7 +156,8 @@ struct Gathered {
 __attribute__((noinline)) void fold(Gathered into, const float* values, float most, float total, int width) {
   if (most == kNone) return;
   const float before = *into.most, now = most > before ? most : before;
-  const float keep = before == kNone ? 0.f : std::exp(before - now), factor = std::exp(most - now);
+  const vf factors = exponential(vf{before - now, most - now});
+  const float keep = factors[0], factor = factors[1];
   *into.most = now;
   *into.total = *into.total * keep + total * factor;
   for (int d = 0; d < width; d += W) store(into.values + d, load(into.values + d) * keep + load(values + d) * factor);
@@ -219,22 +218,49 @@ struct Job {
   int kv_head;
 };
 
+// What the rows of a task see of `count` keys from `start` on, and what any of the rows of each block of kRows does.
+void see(const headstart_attention& a, const headstart_task& task, int start, int first, int count, Visible* seen,
+         Visible* by_block) {
+  const int group = a.heads / a.kv_heads;
+  for (int t = 0; t < task.rows; t++) {
+    const int position = a.row_position[task.first_row + t];
+    int high = position + 1 - start, low = a.window ? position + 1 - a.window - start : 0;
+    high = high > count ? count : high;
+    low = low < first ? first : low;
+    const Visible visible = low < high ? Visible{low, high} : Visible{kGroup, 0};
+    for (int g = 0; g < group; g++) seen[t * group + g] = visible;
+  }
+  for (int r = 0; r < task.rows * group; r++) {
+    Visible& all = by_block[r / kRows];
+    if (r % kRows == 0) all = {kGroup, 0};
+    all.low = seen[r].low < all.low ? seen[r].low : all.low;
+    all.high = seen[r].high > all.high ? seen[r].high : all.high;
+  }
+}
+
+inline Visible within(Visible seen, int first, int last) {
+  return {seen.low < first ? first : seen.low, seen.high > last ? last : seen.high};
+}
+
 void run(const headstart_attention& a, const Job& job, const Job* next) {
   const headstart_task& task = *job.task;
   const int group = a.heads / a.kv_heads, rows = task.rows * group;
   const int key_width = padded(a.key_dim), value_width = padded(a.value_dim), per_row = padded(rows);
   const bool several = task.first_key / kGroup < (task.last_key - 1) / kGroup;
-  float* query = scratch.at_least(size_t(rows) * (key_width + 2 * value_width) + 4 * size_t(per_row) +
-                                  size_t(kTile) * (2 * key_width + value_width) + key_width);
+  float* query = scratch.at_least(size_t(rows) * (key_width + 2 * value_width + kGroup) + 8 * size_t(per_row) +
+                                  size_t(kTile) * 2 * key_width + size_t(kGroup) * value_width + key_width);
   float* keys = query + size_t(rows) * key_width;  // [key_width, kTile]
   float* key_space = keys + size_t(kTile) * key_width;
   float* value_space = key_space + size_t(kTile) * key_width;
-  float* zeros = value_space + size_t(kTile) * value_width;
+  float* zeros = value_space + size_t(kGroup) * value_width;
   float* most = zeros + key_width;
   float* total = most + per_row;
   float* all_most = total + per_row;
   float* all_total = all_most + per_row;
-  float* acc = all_total + per_row;
+  Visible* seen = reinterpret_cast<Visible*>(all_total + per_row);
+  Visible* by_block = seen + per_row;       // of kRows rows
+  float* scores = all_total + 5 * per_row;  // [rows, kGroup]
+  float* acc = scores + size_t(rows) * kGroup;
   float* all_acc = acc + size_t(rows) * value_width;
 
   for (int t = 0; t < task.rows; t++) {
@@ -253,60 +279,55 @@ void run(const headstart_attention& a, const Job& job, const Job* next) {
 
   const Rows source(a, a.tables + task.table, job.kv_head);
   const float* key_rows[kTile];
-  const float* value_rows[kTile];
-  const int first_tile = task.first_key / kTile * kTile;
-  for (int start = first_tile; start < task.last_key; start += kTile) {
-    if (start % kGroup == 0 || start == first_tile) {
-      for (int r = 0; r < rows; r++) most[r] = kNone, total[r] = 0;
-      memset(acc, 0, sizeof(float) * rows * value_width);
-    }
-    const int end = start + kTile < task.last_key ? start + kTile : task.last_key, count = end - start;
+  const float* value_rows[kGroup];
+  for (int start = task.first_key / kGroup * kGroup; start < task.last_key; start += kGroup) {
+    const int count = task.last_key - start < kGroup ? task.last_key - start : kGroup;
     const int skipped = start < task.first_key ? task.first_key - start : 0;  // nobody sees them
-    source.load(start + skipped, count - skipped, key_rows + skipped, value_rows + skipped, key_space, value_space);
-    if (end < task.last_key) {
-      source.fetch(end, end + kTile < task.last_key ? end + kTile : task.last_key);
-    } else if (next) {
-      const int first = next->task->first_key, last = next->task->last_key;
-      Rows(a, a.tables + next->task->table, next->kv_head).fetch(first, first + kTile < last ? first + kTile : last);
+    see(a, task, start, skipped, count, seen, by_block);
+    for (int tile = skipped / kTile * kTile; tile < count; tile += kTile) {
+      const int first = tile < skipped ? skipped : tile, last = tile + kTile < count ? tile + kTile : count;
+      source.load(start + first, last - first, key_rows + first - tile, value_rows + first, key_space,
+                  value_space + size_t(tile) * value_width);
+      if (start + last < task.last_key) {
+        const int from = start + last, to = from + kTile;
+        source.fetch(from, to < task.last_key ? to : task.last_key);
+      } else if (next) {
+        const int from = next->task->first_key, to = (from / kTile + 1) * kTile, end = next->task->last_key;
+        Rows(a, a.tables + next->task->table, next->kv_head).fetch(from, to < end ? to : end);
+      }
+      for (int i = tile; i < first; i++) key_rows[i - tile] = zeros;
+      for (int i = last; i < tile + kTile; i++) key_rows[i - tile] = zeros;
+      for (int i = 0; i < kTile; i += W)
+        for (int d = 0; d < key_width; d += W) {
+          vf corner[W];
+          for (int j = 0; j < W; j++) corner[j] = load(key_rows[i + j] + d);
+          transpose(corner);
+          for (int j = 0; j < W; j++) store(keys + (d + j) * kTile + i, corner[j]);
+        }
+      for (int r = 0; r < rows; r += kRows) {
+        const int some = rows - r < kRows ? rows - r : kRows;
+        if (within(by_block[r / kRows], first, last).any())
+          kScore[some](query + size_t(r) * key_width, key_width, keys, a.key_dim, scores + size_t(r) * kGroup + tile);
+      }
     }
-    for (int i = 0; i < skipped; i++) key_rows[i] = zeros;
-    for (int i = count; i < kTile; i++) key_rows[i] = zeros;
-    for (int i = 0; i < kTile; i += W)
-      for (int d = 0; d < key_width; d += W) {
-        vf corner[W];
-        for (int j = 0; j < W; j++) corner[j] = load(key_rows[i + j] + d);
-        transpose(corner);
-        for (int j = 0; j < W; j++) store(keys + (d + j) * kTile + i, corner[j]);
-      }
-    for (int r = 0; r < rows; r += kRows) {
-      const int some = rows - r < kRows ? rows - r : kRows;
-      Visible visible[kRows];
-      bool any = false;
-      for (int j = 0; j < some; j++) {
-        const int position = a.row_position[task.first_row + (r + j) / group];
-        int high = position + 1 - start, low = a.window ? position + 1 - a.window - start : 0;
-        high = high < 0 ? 0 : high > count ? count : high;
-        low = low < 0 ? 0 : low > kTile ? kTile : low;
-        visible[j] = {low, high};
-        any |= low < high;
-      }
-      if (!any) continue;
-#define HEADSTART_ROWS(R)                                                                                        \
-  case R:                                                                                                        \
-    attend_rows<R>(a, query + size_t(r) * key_width, key_width, keys, value_rows, visible,                       \
-                   acc + size_t(r) * value_width, value_width, most + r, total + r);                             \
-    break;
-      switch (some) {
-        HEADSTART_ROWS(1)
-        HEADSTART_ROWS(2)
-        HEADSTART_ROWS(3)
-        HEADSTART_ROWS(4)
-        HEADSTART_ROWS(5)
-        HEADSTART_ROWS(6)
-      }
-#undef HEADSTART_ROWS
+    for (int r = 0; r < rows; r++) {
+      most[r] = kNone, total[r] = 0;
+      if (seen[r].any())
+        weigh(scores + size_t(r) * kGroup, seen[r], a.softcap, most + r, total + r);
+      else
+        memset(scores + size_t(r) * kGroup, 0, sizeof(float) * kGroup);
     }
-    if (several && (end % kGroup == 0 || end == task.last_key))
+    memset(acc, 0, sizeof(float) * rows * value_width);
+    for (int tile = skipped / kTile * kTile; tile < count; tile += kTile)
+      for (int r = 0; r < rows; r += kRows) {
+        const int some = rows - r < kRows ? rows - r : kRows;
+        const int last = tile + kTile < count ? tile + kTile : count;
+        const Visible any = within(by_block[r / kRows], tile, last);
+        if (any.any())
+          kAccumulate[some](scores + size_t(r) * kGroup, value_rows, any.low, any.high, acc + size_t(r) * value_width,
+                            value_width);
+      }
+    if (several)
       for (int r = 0; r < rows; r++)
         fold({all_acc + size_t(r) * value_width, all_most + r, all_total + r}, acc + size_t(r) * value_width, most[r],
              total[r], value_width);

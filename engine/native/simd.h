@@ -73,24 +73,37 @@ inline vf low_bits(vi x) {
   return __builtin_convertvector(x & ((1 << BITS) - 1), vf);
 }
 
-inline float sum(vf x) {
-  float s[W], total = 0;
-  store(s, x);
-  for (int n = W / 2; n > 0; n /= 2)
-    for (int i = 0; i < n; i++) s[i] += s[i + n];
-  total = s[0];
-  return total;
-}
-
-inline float largest(vf x) {
-  float s[W];
-  store(s, x);
-  for (int n = W / 2; n > 0; n /= 2)
-    for (int i = 0; i < n; i++) s[i] = s[i] > s[i + n] ? s[i] : s[i + n];
-  return s[0];
+// Element i of the result is element (i + N) % W.
+template <int N>
+inline vf rotated(vf x) {
+#if defined(__clang__)
+  vf r;
+  for (int i = 0; i < W; i++) r[i] = x[(i + N) % W];
+  return r;
+#else
+  vi mask;
+  for (int i = 0; i < W; i++) mask[i] = (i + N) % W;
+  return __builtin_shuffle(x, mask);
+#endif
 }
 
 inline vf greater(vf a, vf b) { return a > b ? a : b; }
+
+inline float sum(vf x) {
+  if (W == 16) x += rotated<8 % W>(x);
+  if (W >= 8) x += rotated<4 % W>(x);
+  x += rotated<2>(x);
+  x += rotated<1>(x);
+  return x[0];
+}
+
+inline float largest(vf x) {
+  if (W == 16) x = greater(x, rotated<8 % W>(x));
+  if (W >= 8) x = greater(x, rotated<4 % W>(x));
+  x = greater(x, rotated<2>(x));
+  x = greater(x, rotated<1>(x));
+  return x[0];
+}
 
 // e^x to within about two units in the last place; 0 where float would be denormal, infinity from 88.7 on is not
 // reached by the callers.
