@@ -25,7 +25,6 @@ namespace {
 constexpr int kTile = 64;                 // keys
 constexpr int kRows = 6;                  // query rows in registers
 constexpr int kVectors = W == 8 ? 2 : 4;  // so that kRows * kVectors sums fit the registers
-constexpr int kLine = 64;                 // bytes
 
 const float kNone = -INFINITY;
 
@@ -174,14 +173,22 @@ __attribute__((noinline)) void finish(const headstart_attention& a, Gathered row
 class Rows {
  public:
   Rows(const headstart_attention& a, const int32_t* table, int kv_head)
-      : a_(a), table_(table), head_(kv_head), bytes_(a.kind == 0 ? 4 : a.kind == 1 ? 2 : 1) {}
+      : a_(a), table_(table), head_(kv_head) {}
 
   // The rows of `count` positions from `start` on, as float32: where they lie if possible, else in the spaces.
   void load(int start, int count, const float** keys, const float** values, float* key_space, float* value_space) const {
     const int key_width = padded(a_.key_dim), value_width = padded(a_.value_dim);
+    const bool in_place = a_.kind == 0 && key_width == a_.key_dim && value_width == a_.value_dim;
     int block = start / a_.block, offset = start % a_.block;
     for (int i = 0; i < count; block++, offset = 0) {
       const int64_t first = (int64_t(table_[block]) * a_.kv_heads + head_) * a_.block;
+      if (in_place) {
+        const float* key = static_cast<const float*>(a_.pool_keys) + (first + offset) * key_width;
+        const float* value = static_cast<const float*>(a_.pool_values) + (first + offset) * value_width;
+        for (; offset < a_.block && i < count; offset++, i++, key += key_width, value += value_width)
+          keys[i] = key, values[i] = value;
+        continue;
+      }
       for (; offset < a_.block && i < count; offset++, i++) {
         keys[i] = load_row(a_.pool_keys, a_.key_scales, first + offset, a_.key_dim, a_.kind, key_space + i * key_width);
         values[i] = load_row(a_.pool_values, a_.value_scales, first + offset, a_.value_dim, a_.kind,
@@ -190,32 +197,10 @@ class Rows {
     }
   }
 
-  // Starts to bring the rows of some positions into the cache.
-  void fetch(int start, int end) const {
-    int block = start / a_.block, offset = start % a_.block;
-    for (int at = start; at < end; block++, offset = 0) {
-      const int64_t first = (int64_t(table_[block]) * a_.kv_heads + head_) * a_.block + offset;
-      const int some = a_.block - offset < end - at ? a_.block - offset : end - at;
-      fetch_range(a_.pool_keys, first * a_.key_dim * bytes_, int64_t(some) * a_.key_dim * bytes_);
-      fetch_range(a_.pool_values, first * a_.value_dim * bytes_, int64_t(some) * a_.value_dim * bytes_);
-      at += some;
-    }
-  }
-
  private:
-  static void fetch_range(const void* pool, int64_t from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(static_cast<const char*>(pool) + from + i, 0, 2);
-  }
-
   const headstart_attention& a_;
   const int32_t* table_;
-  const int head_, bytes_;
-};
-
-// A task's keys of one KV head, and which part of them to fetch ahead.
-struct Job {
-  const headstart_task* task;
-  int kv_head;
+  const int head_;
 };
 
 // What the rows of a task see of `count` keys from `start` on, and what any of the rows of each block of kRows does.
@@ -242,8 +227,9 @@ inline Visible within(Visible seen, int first, int last) {
   return {seen.low < first ? first : seen.low, seen.high > last ? last : seen.high};
 }
 
-void run(const headstart_attention& a, const Job& job, const Job* next) {
-  const headstart_task& task = *job.task;
+// Computes a task for one KV head. What it reads lies in lines of a whole block, which the processor fetches ahead by
+// itself: to fetch here as well has gained nothing.
+void run(const headstart_attention& a, const headstart_task& task, int kv_head) {
   const int group = a.heads / a.kv_heads, rows = task.rows * group;
   const int key_width = padded(a.key_dim), value_width = padded(a.value_dim), per_row = padded(rows);
   const bool several = task.first_key / kGroup < (task.last_key - 1) / kGroup;
@@ -266,7 +252,7 @@ void run(const headstart_attention& a, const Job& job, const Job* next) {
   for (int t = 0; t < task.rows; t++) {
     const int64_t token = a.row_token[task.first_row + t];
     for (int g = 0; g < group; g++) {
-      const float* source = a.query + token * a.query_token + int64_t(job.kv_head * group + g) * a.query_head;
+      const float* source = a.query + token * a.query_token + int64_t(kv_head * group + g) * a.query_head;
       float* target = query + size_t(t * group + g) * key_width;
       for (int d = 0; d < a.key_dim; d++) target[d] = source[d] * a.scaling;
     }
@@ -277,7 +263,7 @@ void run(const headstart_attention& a, const Job& job, const Job* next) {
     memset(all_acc, 0, sizeof(float) * rows * value_width);
   }
 
-  const Rows source(a, a.tables + task.table, job.kv_head);
+  const Rows source(a, a.tables + task.table, kv_head);
   const float* key_rows[kTile];
   const float* value_rows[kGroup];
   for (int start = task.first_key / kGroup * kGroup; start < task.last_key; start += kGroup) {
@@ -288,13 +274,6 @@ void run(const headstart_attention& a, const Job& job, const Job* next) {
       const int first = tile < skipped ? skipped : tile, last = tile + kTile < count ? tile + kTile : count;
       source.load(start + first, last - first, key_rows + first - tile, value_rows + first, key_space,
                   value_space + size_t(tile) * value_width);
-      if (start + last < task.last_key) {
-        const int from = start + last, to = from + kTile;
-        source.fetch(from, to < task.last_key ? to : task.last_key);
-      } else if (next) {
-        const int from = next->task->first_key, to = (from / kTile + 1) * kTile, end = next->task->last_key;
-        Rows(a, a.tables + next->task->table, next->kv_head).fetch(from, to < end ? to : end);
-      }
       for (int i = tile; i < first; i++) key_rows[i - tile] = zeros;
       for (int i = last; i < tile + kTile; i++) key_rows[i - tile] = zeros;
       for (int i = 0; i < kTile; i += W)
@@ -335,7 +314,7 @@ void run(const headstart_attention& a, const Job& job, const Job* next) {
   if (several) acc = all_acc, most = all_most, total = all_total;
 
   for (int r = 0; r < rows; r++) {
-    const int t = r / group, head = job.kv_head * group + r % group;
+    const int t = r / group, head = kv_head * group + r % group;
     float* values = acc + size_t(r) * value_width;
     if (task.slot < 0) {
       finish(a, {values, most + r, total + r}, a.row_token[task.first_row + t], head);
@@ -376,15 +355,8 @@ void store_kv(const headstart_attention& a) {
 }
 
 void attend(const headstart_attention& a) {
-  const int jobs = a.task_count * a.kv_heads;
-  const auto job = [&](int i) { return Job{a.tasks + i / a.kv_heads, i % a.kv_heads}; };
-  // Job i of a thread is followed by job i + threads, whose first keys are fetched meanwhile.
 #pragma omp for schedule(dynamic) nowait
-  for (int i = 0; i < jobs; i++) {
-    const bool more = i + threads < jobs;
-    const Job next = more ? job(i + threads) : Job{};
-    run(a, job(i), more ? &next : nullptr);
-  }
+  for (int i = 0; i < a.task_count * a.kv_heads; i++) run(a, a.tasks[i / a.kv_heads], i % a.kv_heads);
   if (a.merge_count) {
 #pragma omp barrier
 #pragma omp for schedule(static) nowait

@@ -51,6 +51,7 @@ inline vf interleave_high(vf a, vf b) {
 
 // Rows to columns, W x W: log2(W) perfect shuffles.
 inline void transpose(vf (&rows)[W]) {
+#pragma GCC unroll 4
   for (int stage = 1; stage < W; stage *= 2) {
     vf next[W];
     for (int i = 0; i < W / 2; i++) {
