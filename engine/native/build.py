@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ _HEADERS: Final = ("attention.h", "kernels.h", "linear.h", "pointwise.h", "scrat
 _FLAGS: Final = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-fopenmp", "-fvisibility=default")
 _BUILD_SECONDS: Final = 300
 _NICENESS: Final = 10
+_MORE_FLAGS: Final = "HEADSTART_KERNEL_FLAGS"
 
 
 def compiler() -> str | None:
@@ -39,6 +41,8 @@ def compiler() -> str | None:
 
 def build_kernels(*, again: bool = False) -> Path:
     """Build the library for this machine unless it is in the cache, and return its path.
+
+    ``$HEADSTART_KERNEL_FLAGS`` go to the compiler last: ``-march=x86-64-v3`` makes kernels for AVX2 only.
 
     ``again`` builds it in any case. Any number of processes may build at a time: each moves its own result in place.
 
@@ -122,12 +126,13 @@ def _target(program: str) -> Path:
         digest.update((_here() / name).read_bytes())
     binary = Path(program).resolve()
     known = binary.stat()
-    digest.update(repr((str(binary), known.st_size, known.st_mtime_ns, _FLAGS, _cpu())).encode())
+    digest.update(repr((str(binary), known.st_size, known.st_mtime_ns, _FLAGS, _for_this_cpu(), _cpu())).encode())
     return cache_dir() / "kernels" / f"headstart-{digest.hexdigest()[:20]}.so"
 
 
 def _for_this_cpu() -> list[str]:
-    return ["-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"]
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    return [native, *shlex.split(os.environ.get(_MORE_FLAGS, ""))]
 
 
 def _cpu() -> str:

@@ -18,7 +18,8 @@ def build_kernels(force: bool) -> None:
 
     An engine builds them by itself beside its first start when it finds a C++ compiler, and computes without them
     otherwise, with the same results but more slowly. This command is for images and for machines whose first start has
-    to be fast already. They are kept in `$HEADSTART_CACHE`, else in `headstart` in the user's cache directory.
+    to be fast already. They are kept in `$HEADSTART_CACHE`, else in `headstart` in the user's cache directory. The
+    compiler is `$CXX`, else g++ or c++; it is given `$HEADSTART_KERNEL_FLAGS` last.
     """
     from engine.native.build import build_kernels as build
 
