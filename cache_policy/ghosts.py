@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from cache_policy.policy import create_policy
+from cache_policy.policy import EvictionPolicy, create_policy
 
 __all__ = ["Ghost", "GhostCache", "GhostCaches"]
 
@@ -53,10 +53,13 @@ class GhostCache:
             ValueError: ``capacity`` is not positive.
         """
         self._policy = create_policy(policy, capacity)
+        self._hears_misses = type(self._policy).missed is not EvictionPolicy.missed
         self._free = capacity
         self._parents: dict[int, int | None] = {}  # of what is resident
         # How many resident children each has, one more for the last block that is in use.
         self._children: dict[int, int] = {}
+        # Nothing in use and no resident child: neither makes a count.
+        self._evictable = lambda block: not self._children[block]
 
     @property
     def resident(self) -> Set[int]:
@@ -66,11 +69,12 @@ class GhostCache:
     def request(self, blocks: Sequence[int]) -> int:
         """Ask for a chain of blocks, each known by a number of its own; return how many of the first were resident."""
         policy, children, parents = self._policy, self._children, self._parents
+        acquired, inserted, touched = policy.acquired, policy.inserted, policy.touched
         hit = 0
         for block in blocks:
             if block not in children:
                 break
-            policy.acquired(block)
+            acquired(block)
             hit += 1
         tail: int | None = None
         if hit:
@@ -78,7 +82,8 @@ class GhostCache:
             children[tail] += 1
         kept = hit
         for block in blocks[hit : policy.capacity]:
-            policy.missed(block)
+            if self._hears_misses:
+                policy.missed(block)
             if self._free:
                 self._free -= 1
             elif not self._evict():
@@ -89,16 +94,16 @@ class GhostCache:
             kept += 1
         for depth in range(kept - 1, hit - 1, -1):
             block = blocks[depth]
-            policy.inserted(block, parents[block], block, depth)
+            inserted(block, parents[block], block, depth)
         for block in reversed(blocks[:hit]):
-            policy.touched(block)
+            touched(block)
         if tail is not None:
             children[tail] -= 1
         return hit
 
     def _evict(self) -> bool:
         children = self._children
-        block = self._policy.victim(lambda candidate: not children[candidate])
+        block = self._policy.victim(self._evictable)
         if block is None:
             return False
         self._policy.removed(block)

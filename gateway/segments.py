@@ -154,12 +154,13 @@ class SegmentEncoder:
         self, tokenizer: Tokenizer, rule: CutRule, capacity: int, spelled: Callable[[int], bytes] | None = None
     ) -> None:
         self.rule: Final = rule
-        self._spelled = spelled
+        self._sizes = None if spelled is None else _Sizes(spelled)
         self._tokenizer = tokenizer
         self._capacity = capacity
         self._pieces: OrderedDict[str, _Piece] = OrderedDict()
         self._held = 0
         self._shared_ids: dict[int, int] = {}
+        self._latest: tuple[str, list[tuple[str, _Piece]]] = ("", [])  # what was encoded last, to be asked of again
 
     def encode(self, text: str, limit: int | None = None, places: Sequence[int] = ()) -> list[int]:
         """The ids of ``text``, the same as without cuts, no special tokens added.
@@ -170,11 +171,15 @@ class SegmentEncoder:
             TooManyTokens: there are more than ``limit`` of them; found out without tokenizing all of a long text.
         """
         ids: list[int] = []
+        walked: list[tuple[str, _Piece]] = []
         parts = (text[start:stop] for start, stop in pairwise((0, *places, len(text)))) if places else (text,)
-        for piece in chain.from_iterable(map(self.pieces, parts)):
-            ids += self._remember(piece, limit).ids
+        for text_piece in chain.from_iterable(map(self.pieces, parts)):
+            piece = self._remember(text_piece, limit)
+            walked.append((text_piece, piece))
+            ids += piece.ids
             if limit is not None and len(ids) > limit:
                 raise TooManyTokens(len(ids))
+        self._latest = text, walked
         return ids
 
     def encode_to_bytes(self, text: str, limit: int | None = None) -> bytes:
@@ -191,9 +196,11 @@ class SegmentEncoder:
         """
         counts: list[int] = []
         start = tokens = 0
-        for piece in self.pieces(text):
+        latest, walked = self._latest
+        if latest != text:
+            walked = [(piece, self._remember(piece, None)) for piece in self.pieces(text)]
+        for piece, (ids, _) in walked:
             end = start + len(piece)
-            ids = self._remember(piece, None).ids
             within: list[int] = []
             while len(counts) + len(within) < len(positions) and positions[len(counts) + len(within)] < end:
                 within.append(max(0, positions[len(counts) + len(within)] - start))
@@ -207,8 +214,8 @@ class SegmentEncoder:
 
     def _begun_before(self, piece: str, ids: Sequence[int], positions: Sequence[int]) -> list[int]:
         """``begun_before`` of one piece, whose ids these are."""
-        if self._spelled is not None:
-            ends = [*accumulate([len(self._spelled(token)) for token in ids])]
+        if self._sizes is not None:
+            ends = [*accumulate(map(self._sizes.__getitem__, ids))]
             if ends and ends[-1] == len(piece.encode("utf-8", "surrogatepass")):  # the vocabulary is one of bytes
                 starts = [0, *ends[:-1]]
                 sizes = [len(piece[:position].encode("utf-8", "surrogatepass")) for position in positions]
@@ -270,6 +277,18 @@ class SegmentEncoder:
             while self._held > self._capacity:
                 self._held -= len(self._pieces.popitem(last=False)[1].ids) + _PIECE_OVERHEAD
         return piece
+
+
+class _Sizes(dict[int, int]):
+    """How many bytes each token has, found out once."""
+
+    def __init__(self, spelled: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._spelled = spelled
+
+    def __missing__(self, token: int) -> int:
+        size = self[token] = len(self._spelled(token))
+        return size
 
 
 class _Piece(NamedTuple):

@@ -65,7 +65,11 @@ class _Bounded:
         self.resident: Set[bytes] = _Numbered(self._ghost.resident)
 
     def request(self, keys: Sequence[bytes]) -> int:
-        return self._ghost.request([int.from_bytes(key[:_NUMBER_BYTES], "little") for key in keys])
+        return self._ghost.request([*map(_number, keys)])
+
+
+def _number(key: bytes) -> int:
+    return int.from_bytes(key[:_NUMBER_BYTES], "little")
 
 
 class _Numbered(Set[bytes]):
@@ -75,8 +79,7 @@ class _Numbered(Set[bytes]):
         self._numbers = numbers
 
     def __contains__(self, key: object) -> bool:
-        assert isinstance(key, bytes)
-        return int.from_bytes(key[:_NUMBER_BYTES], "little") in self._numbers
+        return _number(key) in self._numbers  # type: ignore[arg-type]  # a set of bytes is asked for bytes
 
     def __iter__(self) -> Iterator[bytes]:
         raise TypeError("keys cannot be told from their numbers")

@@ -12,7 +12,7 @@ from gateway.attribution.causes import CAUSES, CauseRow
 __all__ = ["render_page"]
 
 _EXAMPLES: Final = 12
-_HUES: Final = dict(zip(CAUSES, (210, 28, 265, 5, 150, 185, 55, 305, 235, 100, 340), strict=True))
+_HUES: Final = dict(zip(CAUSES, (210, 300, 265, 5, 45, 185, 75, 325, 235, 100, 340), strict=True))
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --ground: #f4f6f8; --card: #fff; --text: #141a21; --muted: #5a6573; --line: #e2e6eb;
@@ -142,7 +142,9 @@ def _examples(report: Report) -> str:
 def _example(row: CauseRow) -> str:
     example = row.example
     assert example is not None
-    there = f'\n<span class="there">{escape(example.there)}</span>' if example.there else ""
+    there = ""
+    if example.there:
+        there = f'\n<span class="before">the earlier one:</span>\n<span class="there">{escape(example.there)}</span>'
     about = f"{row.cause}, {escape(row.template)}: {row.tokens:,} tokens of {row.requests:,} requests"
     return (
         f"<figure><figcaption>{about}; here from token {example.token:,} on</figcaption>"

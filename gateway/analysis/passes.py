@@ -97,9 +97,9 @@ class PassResult(msgspec.Struct, frozen=True):
 class _Pass:
     """What both passes do with a log. Owns the simulated caches and the tallies."""
 
-    def __init__(self, job: Job, canonical: CanonicalConfig) -> None:
+    def __init__(self, job: Job, canonical: CanonicalConfig, renderer: PromptRenderer | None) -> None:
         self.job: Final = job
-        self.renderer: Final = PromptRenderer(job.folder)
+        self.renderer: Final = renderer or PromptRenderer(job.folder)
         self.fleet: Final = SimulatedFleet(job.sizes, job.policy, job.block_size, self.renderer.vocab_size)
         self.path: Final = self.request_path(canonical)
         self.tallies: Final[dict[str, TemplateTally]] = {}
@@ -163,8 +163,9 @@ class _Pass:
 class CanonicalPass(_Pass):
     """The prompts as the gateway would lay them out, ordered for each cache by what it holds."""
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job, job.canonical)
+    def __init__(self, job: Job, renderer: PromptRenderer | None = None) -> None:
+        """``renderer`` is one for the job's folder, where there is one already."""
+        super().__init__(job, job.canonical, renderer)
         self._seen: set[int] = set()
 
     def take(self, line: int, body: LoggedRequest) -> None:
@@ -174,6 +175,8 @@ class CanonicalPass(_Pass):
             self.path.popularity.observe(weighed.sighting)
         first = weighed.placements[0]
         hits = self.serve(weighed.placements, bypass=_bypasses(body))
+        if weighed.sighting is not None:
+            self.path.popularity.observe(weighed.sighting)
         tally = self.count(weighed.canonical.template, weighed.canonical.filled, len(first.token_ids), hits)
         if not _bypasses(body):
             shown = _shown(weighed, first, None)
@@ -204,7 +207,7 @@ class AsIsPass(_Pass):
     """The prompts as they are, and for every missed token the cause, in the smallest of the caches."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job, _AS_IS)
+        super().__init__(job, _AS_IS, None)
         # Fields are the cause of misses whether the gateway is to move them or not.
         self._recognition: Final = self.request_path(msgspec.structs.replace(job.canonical, hoist="apply"))
         self._endless: Final = SimulatedFleet((None,), job.policy, job.block_size, self.renderer.vocab_size).caches[0]

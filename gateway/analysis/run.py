@@ -6,7 +6,9 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -15,6 +17,7 @@ from gateway.analysis.log import LogError
 from gateway.analysis.passes import AsIsPass, CanonicalPass, Job, PassResult, learn
 from gateway.analysis.report import Report, make_report
 from gateway.errors import HeadstartError
+from gateway.prompt import PromptRenderer
 
 __all__ = ["analyze"]
 
@@ -32,9 +35,16 @@ def analyze(job: Job, progress: Callable[[str, float], None]) -> Report:
         LogError: the log cannot be read, or no line of it is a request.
         ConfigError: the model's folder or a template cannot be used.
     """
-    job = msgspec.structs.replace(job, learner=learn(job, lambda fraction: progress("Learning", fraction)))
-    both = _both if (os.cpu_count() or 1) > 1 and job.log.stat().st_size >= _WORTH_A_PROCESS else _in_turn
-    as_is, canonical = both(job, progress)
+    side_by_side = (os.cpu_count() or 1) > 1 and job.log.stat().st_size >= _WORTH_A_PROCESS
+    with _Worker(job) if side_by_side else nullcontext() as worker:  # it gets ready while we learn
+        job = msgspec.structs.replace(job, learner=learn(job, lambda fraction: progress("Learning", fraction)))
+        if worker is None:
+            as_is = AsIsPass(job).run(lambda fraction: progress("Replaying", fraction / 2))
+            canonical = CanonicalPass(job).run(lambda fraction: progress("Replaying", 0.5 + fraction / 2))
+        else:
+            worker.begin(job)
+            as_is = AsIsPass(job).run(lambda fraction: progress("Replaying", fraction))
+            canonical = worker.result()
     report = make_report(job, as_is, canonical)
     if not report.analysis.requests:
         first = f", the first: {report.bad_lines[0]}" if report.bad_lines else ""
@@ -42,37 +52,49 @@ def analyze(job: Job, progress: Callable[[str, float], None]) -> Report:
     return report
 
 
-def _in_turn(job: Job, progress: Callable[[str, float], None]) -> tuple[PassResult, PassResult]:
-    as_is = AsIsPass(job).run(lambda fraction: progress("Replaying", fraction / 2))
-    canonical = CanonicalPass(job).run(lambda fraction: progress("Replaying", 0.5 + fraction / 2))
-    return as_is, canonical
+class _Worker:
+    """A process for the canonical pass. Owned by the analysis, which ends it whatever happens."""
 
+    def __init__(self, job: Job) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs, job.folder), name="canonical-pass", daemon=True)
+        self._process.start()
+        theirs.close()
 
-def _both(job: Job, progress: Callable[[str, float], None]) -> tuple[PassResult, PassResult]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    worker = context.Process(target=_canonical_in_process, args=(theirs, job), name="canonical-pass", daemon=True)
-    worker.start()
-    theirs.close()
-    try:
-        as_is = AsIsPass(job).run(lambda fraction: progress("Replaying", fraction))
+    def begin(self, job: Job) -> None:
+        """Start the pass."""
+        with suppress(BrokenPipeError):  # result() says so
+            self._connection.send(job)
+
+    def result(self) -> PassResult:
+        """Wait for what it found. Raises what the pass raised."""
         try:
-            canonical = ours.recv()
+            result = self._connection.recv()
         except EOFError:
             raise LogError("The process that replays canonicalized prompts has ended early.") from None
-    finally:
-        worker.terminate()
-        worker.join()
-    if isinstance(canonical, HeadstartError):
-        raise canonical
-    assert isinstance(canonical, PassResult)
-    return as_is, canonical
+        if isinstance(result, HeadstartError):
+            raise result
+        assert isinstance(result, PassResult)
+        return result
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.join()
+        self._connection.close()
 
 
-def _canonical_in_process(connection: Connection, job: Job) -> None:
+def _work(connection: Connection, folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    result: PassResult | HeadstartError
     try:
-        result: PassResult | HeadstartError = CanonicalPass(job).run(lambda fraction: None)
+        renderer = PromptRenderer(folder)
+        result = CanonicalPass(connection.recv(), renderer).run(lambda fraction: None)
     except HeadstartError as error:
         result = error
+    except EOFError:  # the parent has given up
+        return
     connection.send(result)

@@ -66,17 +66,26 @@ class PartHistory:
         ``namespace`` is who may share with whom (``cache_policy.keys``).
         """
         here = xxh3_64_intdigest(namespace)
-        raw = _chain([part.text for part in parts])
+        texts = [_bytes(part.text) for part in parts]
+        raw = _chain(texts)
         own = [digest ^ here for digest in raw]
         chains: dict[_Level, list[int]] = {"evicted": own, "namespace": raw}
-        has_tools = any(part.kind == "tools" for part in parts)
-        spelled = own
-        if any(part.spelling is not None for part in parts):
-            spelled = [digest ^ here for digest in _chain([_spelled(part, tools=False) for part in parts])]
-        chains["text_form"] = spelled
-        if has_tools:  # a prompt without tools is the same with its tools sorted
-            chains["tool_order"] = [digest ^ here for digest in _chain([_spelled(part, tools=True) for part in parts])]
-        chains["volatile"] = [digest ^ here for digest in _chain([_without_value(part) for part in parts])]
+        spelled = [
+            text if part.spelling is None or part.kind == "tools" else _bytes(part.spelling)
+            for part, text in zip(parts, texts, strict=True)
+        ]
+        chains["text_form"] = own if spelled == texts else [digest ^ here for digest in _chain(spelled)]
+        if any(part.kind == "tools" for part in parts):  # without tools it is the same with its tools sorted
+            spelled = [
+                text if part.spelling is None else _bytes(part.spelling)
+                for part, text in zip(parts, texts, strict=True)
+            ]
+            chains["tool_order"] = [digest ^ here for digest in _chain(spelled)]
+        fixed = [
+            b"\0" if part.kind == "value" else text if part.fixed is None else _bytes(part.fixed)
+            for part, text in zip(parts, spelled, strict=True)
+        ]
+        chains["volatile"] = [digest ^ here for digest in _chain(fixed)]
         verdicts: list[Verdict | None] = [None] * len(parts)
         depth, witness = 0, None
         for level, chain in chains.items():
@@ -86,7 +95,7 @@ class PartHistory:
                     verdicts[index] = Verdict(level, depth, witness)
             if known > depth or (known == depth and latest is not None):
                 depth, witness = known, latest
-        self._judge_documents(parts, chains["volatile"], here, serial, verdicts, depth, witness)
+        self._judge_documents(parts, fixed, chains["volatile"], here, serial, verdicts, depth, witness)
         return [
             # A value that stands where it did not stand before is new, whatever becomes of the text around it.
             Verdict("never_seen", depth, witness)
@@ -98,6 +107,7 @@ class PartHistory:
     def _judge_documents(
         self,
         parts: Sequence[Part],
+        texts: Sequence[bytes],
         chain: list[int],
         here: int,
         serial: int,
@@ -111,8 +121,8 @@ class PartHistory:
             return
         first, last = places[0], places[-1]
         beginning = chain[first - 1] if first else here
-        singles = [xxh3_64_intdigest(_bytes(parts[index].text), beginning) ^ _DOCUMENT for index in places]
-        rest = _chain([str(sorted(singles)), *(_without_value(part) for part in parts[last + 1 :])])
+        singles = [xxh3_64_intdigest(texts[index], beginning) ^ _DOCUMENT for index in places]
+        rest = _chain([str(sorted(singles)).encode(), *texts[last + 1 :]])
         seen = self._seen["document_order"]
         for index, digest in zip(places, singles, strict=True):
             if seen.get_or_put(digest, serial) is not None and verdicts[index] is None:
@@ -161,25 +171,15 @@ class _Generations:
         return count, latest
 
 
-def _chain(texts: Sequence[str]) -> list[int]:
+def _chain(texts: Sequence[bytes]) -> list[int]:
     """A digest of all up to and including each of ``texts``; where they are cut apart does not matter."""
     state = xxh3_64()
     digests = []
     for text in texts:
-        state.update(_bytes(text))
+        state.update(text)
         digests.append(state.intdigest())
     return digests
 
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")  # JSON can carry a lone surrogate
-
-
-def _spelled(part: Part, *, tools: bool) -> str:
-    return part.text if part.spelling is None or (part.kind == "tools" and not tools) else part.spelling
-
-
-def _without_value(part: Part) -> str:
-    if part.kind == "value":
-        return "\0"
-    return part.fixed if part.fixed is not None else _spelled(part, tools=True)

@@ -14,6 +14,8 @@ import pytest
 
 from gateway.cli.main import run
 
+from .conftest import Headstart
+
 NOW = "You answer from the documents. It is 2026-03-02 08:00:{:02}. Be brief, be friendly, name the <document>."
 
 
@@ -160,3 +162,12 @@ def test_an_empty_log_is_an_error(log: Path, analyze: Callable[..., int], capsys
     log.write_text("")
     assert analyze(log) == 1
     assert "no line of it is a request" in " ".join(capsys.readouterr().err.split())
+
+
+def test_neither_torch_nor_an_engine_is_needed(
+    log: Path, model_folder: Callable[[str], Path], headstart: Headstart
+) -> None:
+    without = headstart.without("torch", "transformers", "triton", "gguf")
+    done = without.run("analyze", str(log), "--model", str(model_folder("chatml")), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["requests"] == 30
