@@ -29,6 +29,9 @@ __all__ = ["DocumentTokens", "PromptRenderer", "PromptText"]
 _SEGMENT_CAPACITY: Final = 2_000_000
 """Tokens of repeated text kept tokenized, about 35 MB with their text."""
 
+_PLACES: Final = 256
+"""Places at which the documents of a prompt are looked for."""
+
 
 class PromptText(msgspec.Struct, frozen=True):
     """A rendered prompt. ``guarded``: a caller spelled control tokens, so the template's own are spelled otherwise."""
@@ -296,14 +299,17 @@ def _template_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _position(text: str, blocks: Sequence[str], separator: str) -> int | None:
-    """Where ``blocks``, joined by ``separator``, stand in ``text``; the last place if there are several."""
+    """Where ``blocks``, joined by ``separator``, stand in ``text``; the last place if there are several.
+
+    None also where their beginning stands at more than ``_PLACES`` later places: a hostile text is nothing else.
+    """
     body = separator.join(blocks)
     opening = body[:64]  # searching for a short text and comparing once is faster than searching for all of it
-    at = text.rfind(opening)
-    while at >= 0:
-        if text.startswith(body, at):
-            return at
-        at = text.rfind(opening, 0, at + len(opening) - 1)
+    at = len(text) - len(body) + 1
+    for _ in range(_PLACES):
+        at = text.rfind(opening, 0, max(0, at + len(opening) - 1))
+        if at < 0 or text.startswith(body, at):
+            return None if at < 0 else at
     return None
 
 

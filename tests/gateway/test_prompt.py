@@ -253,6 +253,24 @@ def test_documents_are_found_in_the_last_message_even_when_an_earlier_one_quotes
     assert chatml.decode(token_list(tokens.head)).count("[Document d1]") == 1
 
 
+def test_documents_are_found_before_a_question_that_begins_like_them(renderer: Renderer) -> None:
+    chatml = renderer("chatml")
+    blocks = [document.block for document in DOCUMENTS[:2]]
+    opening = "\n\n".join(blocks)[:64]
+    for often, found in ((100, True), (1000, False)):
+        question = "\n\n".join([*blocks, *[f"{opening}?"] * often, "w" * 200])
+        tokens = chatml.document_tokens(chatml.render((Message("user", f"\n\n{question}"),)), blocks)
+        assert (tokens is not None) == found
+
+
+@pytest.mark.timeout(60)
+def test_a_hostile_question_is_not_searched_from_each_of_its_characters(renderer: Renderer) -> None:
+    """It begins like the documents everywhere, and differs from them a megabyte later: that would take minutes."""
+    documents = "x" * 1_000_000 + "y"
+    prompt = renderer("chatml").render((Message("user", f"\n\n{documents}\n\n{'x' * 3_000_000}"),))
+    assert renderer("chatml").document_tokens(prompt, [documents]) is None
+
+
 def test_a_prompt_over_the_limit_is_refused(renderer: Renderer) -> None:
     prompt = renderer("chatml").render(CONVERSATION)
     count = len(renderer("chatml").encode_prompt(prompt))
