@@ -12,36 +12,49 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-__all__ = ["rag_trace_lines"]
+from cache_policy.keys import TOKEN_BYTES, token_bytes
+
+__all__ = ["RagPrompt", "rag_prompts", "rag_trace_lines"]
 
 _VOLATILE = ("now", "user", "trace_id")
 
 
-def rag_trace_lines(
-    folder: Path, tokenizer_file: Path, *, hoist: bool, documents: int = 5, block_size: int = 16
-) -> Iterator[str]:
-    """Yield one JSON line per request: its tokens and the ids of its full blocks, equal where all before is equal.
+class RagPrompt(NamedTuple):
+    """One request of the log as token bytes (``cache_policy.keys.token_bytes``): system message, documents, the rest.
 
-    ``folder`` is ``rag_xquad_en``. With ``hoist`` the volatile fields stand in one line before the question.
+    Every segment begins with its separator, so that segments tokenize as the whole does, in whatever order.
+    """
+
+    template: str
+    head: bytes
+    documents: tuple[str, ...]
+    blocks: tuple[bytes, ...]
+    tail: bytes
+
+
+def rag_prompts(folder: Path, tokenizer_file: Path, *, hoist: bool, documents: int = 5) -> Iterator[RagPrompt]:
+    """Yield the requests of ``folder``, which is ``rag_xquad_en``, with their best ``documents`` as retrieved.
+
+    With ``hoist`` the volatile fields stand in one line before the question.
     """
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    tokens_of: dict[str, list[int]] = {}
+    data_of: dict[str, bytes] = {}
 
-    def encode(segment: str) -> list[int]:
-        ids = tokens_of.get(segment)
-        if ids is None:
-            ids = tokens_of[segment] = tokenizer.encode(segment, add_special_tokens=False).ids
-        return ids
+    def encode(segment: str) -> bytes:
+        data = data_of.get(segment)
+        if data is None:
+            data = data_of[segment] = token_bytes(tokenizer.encode(segment, add_special_tokens=False).ids)
+        return data
 
     corpus = {}
     for line in (folder / "corpus.jsonl").read_text().splitlines():
         document = json.loads(line)
         corpus[document["doc_id"]] = f"\n\n[Document {document['doc_id']}] {document['title']}\n{document['text']}"
     templates = json.loads((folder / "templates.json").read_text())
-    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     with gzip.open(folder / "requests.jsonl.gz", "rt") as requests:
         for line in requests:
             request = json.loads(line)
@@ -53,17 +66,32 @@ def rag_trace_lines(
                 volatile = dict.fromkeys(volatile, "(see metadata)")
             for field in _VOLATILE:
                 template = template.replace("{" + field + "}", volatile[field])
-            # Every segment begins with its separator, so that segments tokenize as the whole does.
-            ids = list(encode(f"<|im_start|>system\n{template}<|im_end|>\n<|im_start|>user"))
-            for name in request["doc_ids"][:documents]:
-                ids += encode(corpus[name])
-            ids += encode(f"{metadata}\n\nQuestion: {request['query']}<|im_end|>\n<|im_start|>assistant\n")
-            parent, blocks = -1, []
-            for start in range(0, len(ids) - block_size + 1, block_size):
-                content = (parent, tuple(ids[start : start + block_size]))
-                parent = numbers.setdefault(content, len(numbers))
-                blocks.append(parent)
-            yield json.dumps({"input_length": len(ids), "hash_ids": blocks})
+            names = tuple(request["doc_ids"][:documents])
+            yield RagPrompt(
+                request["template_id"],
+                encode(f"<|im_start|>system\n{template}<|im_end|>\n<|im_start|>user"),
+                names,
+                tuple([encode(corpus[name]) for name in names]),
+                encode(f"{metadata}\n\nQuestion: {request['query']}<|im_end|>\n<|im_start|>assistant\n"),
+            )
+
+
+def rag_trace_lines(
+    folder: Path, tokenizer_file: Path, *, hoist: bool, documents: int = 5, block_size: int = 16
+) -> Iterator[str]:
+    """Yield one JSON line per request: its tokens and the ids of its full blocks, equal where all before is equal.
+
+    ``folder`` and ``hoist`` are those of ``rag_prompts``.
+    """
+    numbers: dict[tuple[int, bytes], int] = {}
+    stride = block_size * TOKEN_BYTES
+    for prompt in rag_prompts(folder, tokenizer_file, hoist=hoist, documents=documents):
+        data = b"".join((prompt.head, *prompt.blocks, prompt.tail))
+        parent, blocks = -1, []
+        for start in range(0, len(data) - stride + 1, stride):
+            parent = numbers.setdefault((parent, data[start : start + stride]), len(numbers))
+            blocks.append(parent)
+        yield json.dumps({"input_length": len(data) // TOKEN_BYTES, "hash_ids": blocks})
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from gateway.canonical.learning.proposals import TemplateProposals
 from gateway.dashboard import routes as dashboard
 from gateway.dashboard.feed import Feed
 from gateway.service import Gateway
-from gateway.stats.metrics import Exposition, LearningCollector, QualityCollector
+from gateway.stats.metrics import Exposition, LearningCollector, OrderingCollector, QualityCollector
 from gateway.stats.statistics import Statistics
 
 __all__ = ["create_app"]
@@ -53,7 +53,10 @@ def create_app(gateway: Gateway) -> Litestar:
 
     def provide_exposition() -> Exposition:
         return Exposition(
-            gateway.statistics, LearningCollector(gateway.learner), QualityCollector(gateway.quality_report)
+            gateway.statistics,
+            LearningCollector(gateway.learner),
+            OrderingCollector(gateway.path, gateway.router),
+            QualityCollector(gateway.quality_report),
         )
 
     def provide_proposals() -> TemplateProposals:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Sequence
+from itertools import takewhile
 from typing import Final
 
 import msgspec
@@ -153,7 +154,7 @@ class _Search:
         self._tree = tree
         self._blocks = blocks
         self._digests = digests
-        self._resident = resident
+        self._is_resident = resident.__contains__
         self._limits = None if limits.unlimited else limits
         self._tries = MAX_TRIED
         self._best_bytes = 0
@@ -173,19 +174,14 @@ class _Search:
         """How many bytes of ``step`` are resident in full blocks, and whether all of its blocks are."""
         if step.first is None:
             return 0, True
-        resident = self._resident
-        keys = step.keys
+        is_resident, keys = self._is_resident, step.keys
         if not keys:
-            if step.first not in resident:
+            if not is_resident(step.first):
                 return 0, False
             keys = self._tree.chain(step, len(before.pending), data)
-        stride = self._tree.stride
-        held = 0
-        for key in keys:
-            if key not in resident:
-                return held * stride, False
-            held += 1
-        return held * stride, True
+        if all(map(is_resident, keys)):
+            return len(keys) * self._tree.stride, True
+        return len([*takewhile(is_resident, keys)]) * self._tree.stride, False
 
     def _descend(
         self, step: _Step, matched: int, path: tuple[int, ...], remaining: tuple[int, ...], ahead: int
@@ -193,6 +189,7 @@ class _Search:
         """Try each remaining document behind ``step``. ``ahead`` is the size in bytes of all that remain."""
         size = len(step.pending) + ahead
         within_reach = matched + size - size % self._tree.stride
+        is_resident = self._is_resident
         choices: Sequence[int] = remaining
         if self._limits is not None:
             allowed = self._limits.choices(len(path), sorted(remaining), len(self._blocks))
@@ -206,7 +203,7 @@ class _Search:
             self._tries -= 1
             digest = self._digests[index]
             child = step.children.get(digest) or self._tree.grow(step, digest, block)
-            if child.first is not None and child.first not in self._resident:
+            if child.first is not None and not is_resident(child.first):
                 continue
             gained, whole = self._held(child, step, block)
             if matched + gained > self._best_bytes:

@@ -17,13 +17,17 @@ from prometheus_client.registry import Collector
 
 import gateway
 from gateway.canonical.learning.learner import MAX_WEIGHT, TemplateLearner
+from gateway.canonical.popularity import MAX_DOCUMENTS, MAX_PAIRS
+from gateway.canonical.resident import MAX_REMEMBERED
 from gateway.quality.report import QualityReport
 from gateway.quality.shadows import MAX_BYTES
 from gateway.replicas.base import ReplicaState
+from gateway.request_path import RequestPath
+from gateway.routing.router import Router
 from gateway.stats.statistics import Statistics
 from gateway.stats.sums import BUCKETS_PER_DOUBLING, Labels, Sums, bucket_bound
 
-__all__ = ["CONTENT_TYPE", "Exposition", "LearningCollector", "QualityCollector"]
+__all__ = ["CONTENT_TYPE", "Exposition", "LearningCollector", "OrderingCollector", "QualityCollector"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
 
@@ -71,6 +75,29 @@ class LearningCollector(Collector):
             ("tokens", f"Tokens held to learn templates; bounded by {MAX_WEIGHT}.", learner.weight),
         ):
             yield GaugeMetricFamily(f"headstart_learning_{name}", text, value=float(value))
+
+
+class OrderingCollector(Collector):
+    """What is held to put documents in order."""
+
+    def __init__(self, path: RequestPath, router: Router) -> None:
+        self._path = path
+        self._router = router
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of one scrape."""
+        popularity, paths = self._path.popularity, self._path.resident_paths
+        for name, text, value in (
+            ("documents", f"Counts of documents; at most {MAX_DOCUMENTS}.", popularity.documents),
+            ("pairs", f"Counts of documents asked for together; at most {MAX_PAIRS}.", popularity.pairs),
+            (
+                "remembered_keys",
+                f"Block keys kept from being hashed again; at most {MAX_REMEMBERED}.",
+                paths.remembered,
+            ),
+            ("resident_blocks", "Blocks that the replicas are known to hold.", self._router.resident_blocks()),
+        ):
+            yield GaugeMetricFamily(f"headstart_ordering_{name}", text, value=float(value))
 
 
 class QualityCollector(Collector):
