@@ -97,7 +97,7 @@ def learn(bodies: Iterable[ChatRequest], learner: TemplateLearner) -> None:
     """Show the learner all bodies."""
     canonicalizer = Canonicalizer(CanonicalConfig(), TemplateRegistry({}, normalize=True), learner)
     for body in bodies:
-        observation = canonicalizer.canonicalize(body, CALLER.tenant).observation
+        _, observation = canonicalizer.recognize(body, CALLER.tenant)
         if observation is not None:
             learner.observe(observation.source, observation.text)
 
@@ -115,6 +115,8 @@ def replay(
                 hits[part] += cached * BLOCK_SIZE
                 tokens[part] += len(plan.token_ids)
             fleet.resident.update(plan.keys)
+            if plan.sighting is not None:
+                path.popularity.observe(plan.sighting)
             if learner is not None and plan.observation is not None:
                 started = time.thread_time()
                 learner.observe(plan.observation.source, plan.observation.text)
