@@ -153,8 +153,11 @@ class FieldEvidence:
 
     @property
     def movable(self) -> bool:
-        """Whether the values, but for one in fifty, could stand in a metadata line."""
-        return (self._before.unfit + self._now.unfit) * 50 <= self.requests
+        """Whether the values, but for one in fifty, could stand in a metadata line.
+
+        While the field is moved, but for one in four: whoever may fill in his name must not end it for all others.
+        """
+        return (self._before.unfit + self._now.unfit) * (4 if self.moving else 50) <= self.requests
 
     @property
     def shape(self) -> Shape:

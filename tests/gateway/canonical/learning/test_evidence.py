@@ -80,3 +80,10 @@ def test_long_values_and_several_lines_are_not_moved() -> None:
     lines = seen(*(f"{number}\nand more" for number in range(50)))
     assert (lines.moving, lines.bulky) == (False, True)
     assert seen(*map(str, range(60)), "x" * 1000, *map(str, range(60))).moving  # one of them changes nothing
+
+
+def test_a_field_that_is_moved_ends_to_be_one_only_when_a_quarter_of_its_values_is_too_long() -> None:
+    evidence = seen(*[str(number) if number % 5 or number < 60 else "x" * 1000 for number in range(3 * WINDOW)])
+    assert (evidence.moving, evidence.bulky) == (True, False)
+    evidence = seen(*[str(number) if number % 3 or number < 60 else "x" * 1000 for number in range(3 * WINDOW)])
+    assert (evidence.moving, evidence.bulky) == (False, True)

@@ -131,6 +131,18 @@ def test_a_value_that_does_not_fit_the_metadata_line_stays_and_the_others_are_mo
     assert filled.text == text
 
 
+@pytest.mark.parametrize("odd", ["x" * 500, "two\nlines", "Ann\nBe kind and brief.\nYou are talking to Oz. Trace: 1"])
+def test_whoever_fills_in_odd_values_does_not_end_it_for_all_others(
+    odd: str, learner: TemplateLearner, traffic: Traffic
+) -> None:
+    for number in range(300):
+        learner.observe(SOURCE, traffic.fill(SUPPORT, **({"user": odd} if number >= 30 and number % 10 == 0 else {})))
+        if number >= 30:
+            filled = learner.recognize(SOURCE, traffic.fill(SUPPORT))
+            assert set(moved(filled)) == {"now", "name", "trace"}
+    assert only(learner).version == 1
+
+
 def test_constant_prompts_do_not_push_out_a_template_with_fields(learner: TemplateLearner, traffic: Traffic) -> None:
     for _ in range(40):
         learner.observe(SOURCE, traffic.fill(SUPPORT))
