@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -117,14 +118,16 @@ _encode = msgspec.json.Encoder().encode
 class Aggregate:
     """What this process has counted since it started. Owns totals, minutes and the list of unwritten changes.
 
-    At most ``max_series`` distinct (template, tenant, replica) combinations are kept apart; what comes later is counted
-    under ``other`` of its replica. A combination never changes its place, so counters only grow.
+    At most ``max_series`` distinct (template, tenant, replica) combinations are kept apart, and half of them for one
+    tenant: templates are learned from what it sends. What comes later is counted under ``other`` of the tenant or, at
+    last, of the replica. A combination never changes its place, so counters only grow.
     """
 
     def __init__(self, max_series: int = 512) -> None:
         self.totals: Table = {}
         self.timeline = Timeline()
         self._max_series = max_series
+        self._series: Counter[str] = Counter()  # by tenant
         self._dirty_totals: set[Labels] = set()
         self._dirty_minutes: dict[int, set[Labels]] = {}
 
@@ -179,7 +182,13 @@ class Aggregate:
     def _bounded(self, labels: Labels) -> Labels:
         if labels in self.totals:
             return labels
-        if len(self.totals) >= self._max_series and labels.template is not None:
-            labels = Labels(OTHER, OTHER, labels.replica)
+        tenant = labels.tenant
+        if labels.template is not None and tenant is not None:
+            if len(self.totals) >= self._max_series:
+                labels = Labels(OTHER, OTHER, labels.replica)
+            elif self._series[tenant] >= self._max_series // 2:
+                labels = Labels(OTHER, tenant, labels.replica)
+            else:
+                self._series[tenant] += 1
         self.totals.setdefault(labels, Sums())
         return labels

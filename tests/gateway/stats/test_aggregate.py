@@ -88,13 +88,25 @@ def test_only_the_last_day_of_minutes_is_kept() -> None:
 def test_labels_beyond_the_bound_are_counted_as_other_and_never_move() -> None:
     aggregate = Aggregate(max_series=3)
     for name in ("a", "b", "c", "d", "e", "a"):
-        aggregate.record(record(0.0, template=name))
-    assert {name: sums.requests for name, sums in group(aggregate.totals, "template").items()} == {
-        "a": 2,
-        "b": 1,
-        "c": 1,
-        OTHER: 2,
+        aggregate.record(record(0.0, template=name, tenant=f"tenant-{name}"))
+    for label in ("template", "tenant"):
+        counts = {name.removeprefix("tenant-"): sums.requests for name, sums in group(aggregate.totals, label).items()}
+        assert counts == {"a": 2, "b": 1, "c": 1, OTHER: 2}
+
+
+def test_a_tenant_with_ever_new_templates_takes_no_other_ones_labels() -> None:
+    """A learned template is a name that a tenant's own requests made."""
+    aggregate = Aggregate(max_series=8)
+    for number in range(100):
+        aggregate.record(record(0.0, template=f"learned-{number}", tenant="loud"))
+    for name in ("a", "b"):
+        aggregate.record(record(0.0, template=name, tenant="quiet"))
+    assert {name: sums.requests for name, sums in group(aggregate.totals, "tenant").items()} == {
+        "loud": 100,
+        "quiet": 2,
     }
+    templates = group(aggregate.totals, "template")
+    assert (templates["a"].requests, templates["b"].requests, templates[OTHER].requests) == (1, 1, 96)
 
 
 def test_tables_show_the_largest_labels_and_sum_up_the_rest() -> None:
