@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from gateway.canonical.crowding import first_to_leave
 from gateway.canonical.order import MAX_ORDERED, UNLIMITED, OrderLimits
 from gateway.canonical.sighting import Scope, Sighting
 
@@ -159,7 +160,7 @@ class Popularity:
 
     The bounds hold over all scopes together. A scope whose period has filled a third of one begins the next; where one
     is exceeded all the same, the largest scope forgets, so that a flood of documents drives out none but its own. Of
-    too many scopes the one that was unused for longest leaves.
+    too many scopes the one leaves that was unused for longest, of the tenant that has most of them.
     """
 
     def __init__(
@@ -185,7 +186,8 @@ class Popularity:
         if window is None:
             window = self._scopes[sighting.scope] = _Window()
             if len(self._scopes) > self._max_scopes:
-                self._resize(self._scopes.popitem(last=False)[1].sizes, (0, 0))
+                left = self._scopes.pop(first_to_leave(self._scopes, lambda _: 1))
+                self._resize(left.sizes, (0, 0))
         else:
             self._scopes.move_to_end(sighting.scope)
         documents, pairs = window.documents, window.pairs

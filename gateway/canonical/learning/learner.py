@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 import xxhash
 
+from gateway.canonical.crowding import first_to_leave
 from gateway.canonical.learning.evidence import FieldEvidence, fits_metadata
 from gateway.canonical.learning.form import Form, form_id
 from gateway.canonical.learning.observation import Source
@@ -27,7 +28,8 @@ from gateway.config import HoistMode, TemplateConfig
 __all__ = ["MAX_SOURCES", "MAX_TEMPLATES", "MAX_WEIGHT", "LearnedTemplate", "TemplateLearner"]
 
 MAX_SOURCES: Final = 256
-"""Sources kept, half of them at most without a volatile field; of each kind the longest unseen leaves first."""
+"""Sources kept, half of them at most without a volatile field; of each kind the longest unseen of the tenant that has
+most leaves first."""
 
 MAX_TEMPLATES: Final = 16
 """Learned templates of a source, and as many candidates; the longest unseen leaves first."""
@@ -277,7 +279,7 @@ class TemplateLearner:
                 return known
         known = self._plain[source] = _Source()
         if len(self._plain) > MAX_SOURCES // 2:
-            self._weight -= self._plain.popitem(last=False)[1].weight
+            self._weight -= self._plain.pop(first_to_leave(self._plain, lambda _: 1)).weight
         return known
 
     def _place(self, source: Source, known: _Source) -> None:
@@ -286,9 +288,10 @@ class TemplateLearner:
         if source in before:
             after[source] = before.pop(source)
         for table in (self._plain, self._volatile):
-            # The source just seen is the latest of its kind, and one alone cannot be too much.
-            while len(table) > MAX_SOURCES // 2 or (self._weight > MAX_WEIGHT and len(table) > 1):
-                self._weight -= table.popitem(last=False)[1].weight
+            while len(table) > MAX_SOURCES // 2:
+                self._weight -= table.pop(first_to_leave(table, lambda _: 1)).weight
+            while self._weight > MAX_WEIGHT and len(table) > 1:
+                self._weight -= table.pop(first_to_leave(table, lambda held: held.weight)).weight
 
     def _count(self, template: LearnedTemplate, values: Sequence[str]) -> bool:
         """Add one request to the evidence; says whether a field has become volatile, or is no longer."""

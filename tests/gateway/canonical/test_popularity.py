@@ -137,6 +137,15 @@ def test_a_flood_of_documents_drives_out_none_but_its_own() -> None:
     assert popularity.documents <= 300
 
 
+def test_a_tenant_with_ever_new_salts_drives_out_no_other_ones_scopes() -> None:
+    popularity = Popularity(max_scopes=8)
+    for number in range(40):
+        seen(popularity, 1, 1, 2, scope=Scope("quiet", "support"))
+        for salt in range(20):
+            seen(popularity, 1, 3, 4, scope=Scope("loud", "support", f"{number} {salt}"))
+    assert popularity.snapshot(Scope("quiet", "support")).version == 1
+
+
 @pytest.mark.parametrize("size", [1, 10_000])
 def test_one_request_with_more_than_fits_is_no_harm(size: int) -> None:
     popularity = Popularity(max_documents=100, max_pairs=100)

@@ -373,6 +373,17 @@ def test_hostile_traffic_stays_within_all_bounds(learner: TemplateLearner, traff
     assert moved(learner.recognize(SOURCE, traffic.fill(SUPPORT))), "others keep what was learned for them"
 
 
+def test_a_tenant_with_ever_new_cache_keys_keeps_no_other_from_learning(
+    learner: TemplateLearner, traffic: Traffic
+) -> None:
+    for number in range(30):
+        learner.observe(SOURCE, traffic.fill(SUPPORT))
+        for key in range(MAX_SOURCES):
+            learner.observe(Source("loud", "m", MAX_SOURCES * number + key), POLICY)
+    assert moved(learner.recognize(SOURCE, traffic.fill(SUPPORT)))
+    assert learner.sources <= MAX_SOURCES
+
+
 def test_texts_that_teach_nothing_are_not_all_looked_at(learner: TemplateLearner) -> None:
     rng = random.Random(6)
     for _ in range(1000):
