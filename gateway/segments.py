@@ -253,27 +253,35 @@ class SegmentEncoder:
         yield piece[start:]
 
     def _remember(self, text: str, limit: int | None) -> _Piece:
-        piece = self._pieces.get(text)
+        piece = self._known(text)
         if piece is not None:
-            self._pieces.move_to_end(text)
             return piece
         if limit is not None:
             refuse_hopeless(self._tokenizer, text, limit)
         clauses = list(self._clauses(text))
-        if len(clauses) > 1:
-            parts = [self._remember(clause, None) for clause in clauses]
-            piece = _Piece(
-                [*chain.from_iterable([part.ids for part in parts])], b"".join([part.data for part in parts])
-            )
-        else:
-            shared = self._shared_ids
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-            ids = [shared.setdefault(token, token) for token in encoding.ids]
-            piece = _Piece(ids, token_bytes(ids))
-        ids = piece.ids
-        if len(ids) <= self._capacity // 8:
+        if len(clauses) == 1:
+            return self._keep(text, self._tokenized(text))
+        parts = [self._known(clause) or self._keep(clause, self._tokenized(clause)) for clause in clauses]
+        ids = [*chain.from_iterable([part.ids for part in parts])]
+        return self._keep(text, _Piece(ids, b"".join([part.data for part in parts])))
+
+    def _known(self, text: str) -> _Piece | None:
+        piece = self._pieces.get(text)
+        if piece is not None:
+            self._pieces.move_to_end(text)
+        return piece
+
+    def _tokenized(self, text: str) -> _Piece:
+        shared = self._shared_ids
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = [shared.setdefault(token, token) for token in encoding.ids]
+        return _Piece(ids, token_bytes(ids))
+
+    def _keep(self, text: str, piece: _Piece) -> _Piece:
+        size = len(piece.ids)
+        if size <= self._capacity // 8:
             self._pieces[text] = piece
-            self._held += len(ids) + _PIECE_OVERHEAD
+            self._held += size + _PIECE_OVERHEAD
             while self._held > self._capacity:
                 self._held -= len(self._pieces.popitem(last=False)[1].ids) + _PIECE_OVERHEAD
         return piece

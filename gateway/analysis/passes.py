@@ -210,7 +210,11 @@ class AsIsPass(_Pass):
         super().__init__(job, _AS_IS, None)
         # Fields are the cause of misses whether the gateway is to move them or not.
         self._recognition: Final = self.request_path(msgspec.structs.replace(job.canonical, hoist="apply"))
-        self._endless: Final = SimulatedFleet((None,), job.policy, job.block_size, self.renderer.vocab_size).caches[0]
+        self._endless: Final = (
+            self.fleet.caches[job.sizes.index(None)]
+            if None in job.sizes
+            else SimulatedFleet((None,), job.policy, job.block_size, self.renderer.vocab_size).caches[0]
+        )
         self._served_by: Final = min(
             range(len(job.sizes)), key=lambda index: float("inf") if (size := job.sizes[index]) is None else size
         )
@@ -226,8 +230,13 @@ class AsIsPass(_Pass):
         size, length = self.job.block_size, len(placement.token_ids)
         template = UNREGISTERED if filled is None else filled.template.name
         shown = _shown(weighed, placement, filled)
-        remembered = 0 if bypass else size * self._endless.request(placement.keys)
         hits = self.serve(weighed.placements, bypass=bypass)
+        if bypass:
+            remembered = 0
+        elif None in self.job.sizes:
+            remembered = hits[self.job.sizes.index(None)]
+        else:
+            remembered = size * self._endless.request(placement.keys)
         self.count(template, filled, length, hits)
         witness, common = None, 0
         verdicts = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, get_args
 
@@ -79,7 +80,7 @@ def attribute(sighting: Sighting, verdicts: Sequence[Verdict]) -> list[Loss]:
 
 
 def _part_at(ends: Sequence[int], token: int) -> int:
-    return next((index for index, end in enumerate(ends) if token < end), max(0, len(ends) - 1))
+    return min(bisect_right(ends, token), max(0, len(ends) - 1))
 
 
 class Example(msgspec.Struct, frozen=True):

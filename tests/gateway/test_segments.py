@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
@@ -62,6 +62,7 @@ def test_cut_and_whole_tokenization_are_equal(name: str, tokenizer_behind: Token
     segments = encoder(tokenizer, rule)
     cuts = 0
 
+    @settings(deadline=None)  # an example can wait for a busy processor
     @given(TEXT)
     def check(text: str) -> None:
         nonlocal cuts
@@ -208,6 +209,7 @@ def test_tokens_begun_before_a_place_are_counted_as_in_the_whole(
     spelling = TokenSpellings(tokenizer).bytes_of if spelled else None
     segments = SegmentEncoder(tokenizer, cut_rule(definition(tokenizer)), 10_000, spelling)
 
+    @settings(deadline=None)
     @given(TEXT, st.data())
     def check(text: str, data: st.DataObject) -> None:
         places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.attribution.causes import CAUSES, CauseTable, Example, Loss, Occurrence, Sighting, attribute
@@ -58,6 +58,7 @@ def sightings(draw: st.DrawFn) -> tuple[Sighting, list[Verdict]]:
     )
 
 
+@settings(deadline=None)
 @given(sightings())
 def test_the_causes_add_up_to_what_was_missed(case: tuple[Sighting, list[Verdict]]) -> None:
     sighting, verdicts = case
