@@ -26,7 +26,7 @@ from gateway.canonical.learning.proposals import TemplateProposals
 from gateway.dashboard import routes as dashboard
 from gateway.dashboard.feed import Feed
 from gateway.service import Gateway
-from gateway.stats.metrics import Exposition, LearningCollector, OrderingCollector, QualityCollector
+from gateway.stats.metrics import Exposition, LearningCollector, OrderingCollector, PromptsCollector, QualityCollector
 from gateway.stats.statistics import Statistics
 
 __all__ = ["create_app"]
@@ -56,6 +56,7 @@ def create_app(gateway: Gateway) -> Litestar:
             gateway.statistics,
             LearningCollector(gateway.learner),
             OrderingCollector(gateway.path, gateway.router),
+            PromptsCollector(gateway.prompts),
             QualityCollector(gateway.quality_report),
         )
 

@@ -48,7 +48,7 @@ class TokenMemory:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity: Final = capacity * TOKEN_BYTES
+        self.capacity: Final = capacity
         self._max_prompts: Final = max(2, capacity // _TOKENS_A_PROMPT)
         self._held = 0
         self._roots: dict[bytes, _Edge] = {}
@@ -95,7 +95,7 @@ class TokenMemory:
         self._leaves.pop(id(parent), None)
         self._leaves[id(leaf)] = namespace, leaf
         self._held += len(data)
-        while len(self._leaves) > self._max_prompts or (self._held > self._capacity and len(self._leaves) > 1):
+        while len(self._leaves) > self._max_prompts or (self.tokens > self.capacity and len(self._leaves) > 1):
             self._forget_one()
 
     def _split(self, edge: _Edge, at: int) -> _Edge:

@@ -16,6 +16,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 import gateway
+from gateway.attribution.memory import TokenMemory
 from gateway.canonical.learning.learner import MAX_WEIGHT, TemplateLearner
 from gateway.canonical.popularity import MAX_DOCUMENTS, MAX_PAIRS
 from gateway.canonical.resident import MAX_REMEMBERED
@@ -27,7 +28,14 @@ from gateway.routing.router import Router
 from gateway.stats.statistics import Statistics
 from gateway.stats.sums import BUCKETS_PER_DOUBLING, Labels, Sums, bucket_bound
 
-__all__ = ["CONTENT_TYPE", "Exposition", "LearningCollector", "OrderingCollector", "QualityCollector"]
+__all__ = [
+    "CONTENT_TYPE",
+    "Exposition",
+    "LearningCollector",
+    "OrderingCollector",
+    "PromptsCollector",
+    "QualityCollector",
+]
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
 
@@ -98,6 +106,18 @@ class OrderingCollector(Collector):
             ("resident_blocks", "Blocks that the replicas are known to hold.", self._router.resident_blocks()),
         ):
             yield GaugeMetricFamily(f"headstart_ordering_{name}", text, value=float(value))
+
+
+class PromptsCollector(Collector):
+    """What is held of recent prompts, to tell where another one leaves them."""
+
+    def __init__(self, prompts: TokenMemory) -> None:
+        self._prompts = prompts
+
+    def collect(self) -> Iterator[Metric]:
+        """The family of one scrape."""
+        text = f"Tokens of recent prompts; at most {self._prompts.capacity}."
+        yield GaugeMetricFamily("headstart_remembered_prompt_tokens", text, value=float(self._prompts.tokens))
 
 
 class QualityCollector(Collector):
