@@ -1,7 +1,7 @@
 """Run by the Python that has ContextPilot installed: order contexts one after the other, as it does online.
 
 Standard input has one JSON array per line, ``[index, [document, …]]``: contexts of one ``index`` share an index of
-ContextPilot. Standard output gets one line each, ``[seconds, [document, …]]``, or the error with which it ended.
+ContextPilot. Standard output gets one line each: ``[seconds, [document, …]]``, or the error as a string.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ for line in sys.stdin:
             (ordered,), _ = pilot.reorder(context)
         except Exception as error:
             answers.write(json.dumps(f"{type(error).__name__}: {error}") + "\n")
-            break
+            continue
         seconds = time.process_time() - started
     answers.write(json.dumps([seconds, ordered]) + "\n")
     answers.flush()

@@ -6,9 +6,9 @@ What follows behind it is for others to say (``gateway.canonical.popularity``).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Container, Sequence
-from itertools import takewhile
 from typing import Final
 
 import msgspec
@@ -42,8 +42,9 @@ class ResidentPaths:
     """Searches for resident paths. Owns a memory of block keys; belongs to one thread.
 
     The memory is a tree per beginning of a prompt: which keys a document's blocks have behind which others. It saves
-    hashing them again, and says nothing of what is resident; that is looked up block by block. The trees that were
-    unused for longest leave first, as a whole.
+    hashing them again, and says nothing of what is resident; that is looked up. With a block, those before it are taken
+    for resident: prefix caches evict what is behind first, and looking up every block takes longer than all else. The
+    trees that were unused for longest leave first, as a whole.
     """
 
     def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
@@ -179,9 +180,9 @@ class _Search:
             if not is_resident(step.first):
                 return 0, False
             keys = self._tree.chain(step, len(before.pending), data)
-        if all(map(is_resident, keys)):
+        if is_resident(keys[-1]):
             return len(keys) * self._tree.stride, True
-        return len([*takewhile(is_resident, keys)]) * self._tree.stride, False
+        return bisect_left(keys, True, key=lambda key: not is_resident(key)) * self._tree.stride, False
 
     def _descend(
         self, step: _Step, matched: int, path: tuple[int, ...], remaining: tuple[int, ...], ahead: int
