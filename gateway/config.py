@@ -249,7 +249,7 @@ class QualityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     holdout: _Share = 0.0
     sample: _Share = 0.0
     alpha: _Alpha = 0.05
-    max_disagreement: _Share = 0.25
+    max_disagreement: _Share = 0.5
     max_logprob_loss: _Share = 0.25
     max_gold_loss: _Share = 0.05
     busy: Annotated[int, Meta(ge=0)] = 0

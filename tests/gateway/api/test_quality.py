@@ -42,7 +42,7 @@ def test_an_engine_that_reads_in_order_is_switched_back_and_on_again(bench: Benc
         assert (row["template"], row["reordering"], row["verdict"]) == ("unregistered", False, "harmful")
         assert row["switched"]["pairs"] >= 5
         assert set(row["metrics"]) == {"agreement", "logprob"}
-        assert row["switched"]["excess"] > row["switched"]["bound"] == 0.25
+        assert row["switched"]["excess"] > row["switched"]["bound"]
         assert (await service.get("/admin/stats")).json["totals"]["requests"] == 41
 
         switched = await service.post("/admin/quality/unregistered", {"reordering": True})

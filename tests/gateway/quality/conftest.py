@@ -257,6 +257,7 @@ class Labs:
         config = msgspec.structs.replace(BASE, quality=quality, **settings)
         gateway = Gateway(config, model=MODEL, folder=self.folder, replicas=stubs)
         gateway.shadows._settle_s = 0.01  # type: ignore[misc]
+        gateway.quality._rng.seed(seed)
         await gateway.start()
         try:
             yield Lab(gateway, stubs, seed)

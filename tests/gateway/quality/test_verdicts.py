@@ -51,7 +51,7 @@ def test_an_order_sensitive_model_is_switched_back_within_200_requests(labs: Lab
 
 @pytest.mark.parametrize(
     ("model", "sampling", "runs"),
-    [(noisy, DRAWN, 20), (noisy, None, 4), (order_insensitive, None, 4)],
+    [(noisy, DRAWN, 20), (noisy, None, 2), (order_insensitive, None, 2)],
     ids=["drawn with noise", "greedy with noise", "certain"],
 )
 def test_an_order_insensitive_model_never_is_in_20_seeded_runs(
@@ -62,16 +62,17 @@ def test_an_order_insensitive_model_never_is_in_20_seeded_runs(
         await traffic(lab, sampling=sampling)
         row = lab.row
         assert row.reordering, row
-        assert row.pairs > 150
+        assert row.pairs > 60
         agreement = row.metrics["agreement"]
         assert abs(agreement.excess) < 0.1
         if model is order_insensitive:
             assert row.verdict == "harmless"
-            assert agreement.high <= 0.25
+            assert agreement.high <= 0.5
 
     for seed in range(runs):
         # A replica that is noisy without being asked to draw is no engine of ours in float32.
-        labs.run(scenario, model, seed=seed, dtype="bfloat16" if model is noisy else "float32")
+        dtype = "bfloat16" if model is noisy else "float32"
+        labs.run(scenario, model, QualityConfig(sample=0.5), seed=seed, dtype=dtype)
 
 
 def test_gold_answers_alone_can_tell_that_reordering_harms(labs: Labs) -> None:
@@ -98,10 +99,11 @@ def test_one_template_is_switched_back_and_the_others_are_not(labs: Labs) -> Non
     templates = {name: TemplateConfig(f"You are {name}.\nAnswer.") for name in ("first", "second")}
 
     async def scenario(lab: Lab) -> None:
-        for _ in range(60):
-            for name in templates:
-                await lab.ask(lab.body(headstart={"template": name}))
-        await lab.compared()
+        for _ in range(3):
+            for _ in range(50):
+                for name in templates:
+                    await lab.ask(lab.body(headstart={"template": name}))
+            await lab.compared()
         assert lab.row.template == "first"
         assert not lab.row.reordering
         assert (await lab.ask(lab.body(ids=["B", "A"], headstart={"template": "first"}))).plan.order == "preserve"
