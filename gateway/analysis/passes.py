@@ -171,8 +171,6 @@ class CanonicalPass(_Pass):
     def take(self, line: int, body: LoggedRequest) -> None:
         """Replay one request; also count what of it was seen before, wherever it stood."""
         weighed = self.path.weigh_chat(body, _CALLER)
-        if weighed.sighting is not None:
-            self.path.popularity.observe(weighed.sighting)
         first = weighed.placements[0]
         hits = self.serve(weighed.placements, bypass=_bypasses(body))
         if weighed.sighting is not None:
