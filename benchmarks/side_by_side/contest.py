@@ -149,7 +149,7 @@ class Contest:
 
     def _vllm(self, python: Path, dtype: str) -> Peer:
         given = self._contestants
-        needed = kv_bytes_per_block(read_model_info(given.model), getattr(torch, dtype), 1) * KV_TOKENS
+        needed = kv_bytes_per_block(read_model_info(given.model).layers, getattr(torch, dtype), 1) * KV_TOKENS
         preload = peers.vllm_preload(python) if given.vllm_preload is None else given.vllm_preload
         kv_gib = -(-needed // 2**30) + 1
         return peers.vllm(python, given.model, dtype, free_port(), kv_gib=kv_gib, preload=preload)
