@@ -16,11 +16,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.progress import MofNCompleteColumn
+from rich.progress import MofNCompleteColumn, Progress, TaskID
 
 from gateway.cli.terminal import NOTES, fetch_model, print_json, progress_bar
 from gateway.configuration import load_config, model_spec
-from gateway.demo.client import Client
+from gateway.demo.client import Client, Outcome
 from gateway.demo.passes import run_pass
 from gateway.logs import configure_logging
 from gateway.server import run, serving
@@ -70,14 +70,17 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         await gateway.wait_ready(600)
         for name, passed in (("as_written", as_written), ("canonical", bodies)):
             with progress_bar(MofNCompleteColumn()) as progress:
-                task = progress.add_task(name, total=len(bodies))
-                advance = functools.partial(progress.advance, task)
+                advance = functools.partial(_advance, progress, progress.add_task(name, total=len(bodies)))
                 figures[name], outcomes = await run_pass(
-                    client, passed, concurrency=arguments.concurrency, on_outcome=lambda _, advance=advance: advance()
+                    client, passed, concurrency=arguments.concurrency, on_outcome=advance
                 )
             for failure in {outcome.failure for outcome in outcomes if outcome.failure}:
                 NOTES.print(failure, markup=False)
     return figures
+
+
+def _advance(progress: Progress, task: TaskID, _: Outcome) -> None:
+    progress.advance(task)
 
 
 def main() -> None:

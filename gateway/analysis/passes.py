@@ -5,6 +5,7 @@ Neither needs the other, so that they can run in processes of their own.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -94,7 +95,7 @@ class PassResult(msgspec.Struct, frozen=True):
     causes: tuple[CauseRow, ...] = ()
 
 
-class _Pass:
+class _Pass(ABC):
     """What both passes do with a log. Owns the simulated caches and the tallies."""
 
     def __init__(self, job: Job, canonical: CanonicalConfig, renderer: PromptRenderer | None) -> None:
@@ -130,9 +131,9 @@ class _Pass:
         tallies = tuple(self.tallies[name] for name in sorted(self.tallies))
         return PassResult(tallies, tuple(bad_lines), self.causes())
 
+    @abstractmethod
     def take(self, line: int, body: LoggedRequest) -> None:
         """Replay the request of line ``line``. Raises ``InvalidRequestError`` before anything was counted."""
-        raise NotImplementedError
 
     def causes(self) -> tuple[CauseRow, ...]:
         """Why tokens were missed, as far as this pass looks for it."""
