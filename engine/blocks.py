@@ -323,6 +323,10 @@ class BlockManager:
         """Whether ``drain_events`` would return any."""
         return bool(self._pool.events)
 
+    def retell(self) -> None:
+        """Have the next events tell of everything hittable from the beginning."""
+        self._pool.retell()
+
     def drain_events(self) -> tuple[CacheEvent, ...]:
         """What became hittable or ceased to be since the last call, in order."""
         return self._pool.events.drain()

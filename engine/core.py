@@ -26,7 +26,7 @@ __all__ = ["DetokenizerFactory", "EngineCore"]
 DetokenizerFactory = Callable[[tuple[str, ...]], Detokenizer]
 """Makes a request's detokenizer from its stop strings."""
 
-_CALLS: Final = ("check", "pin", "pins", "reset_cache", "set_policy", "shutdown", "stats", "unpin")
+_CALLS: Final = ("check", "pin", "pins", "reset_cache", "retell", "set_policy", "shutdown", "stats", "unpin")
 
 _LISTED_OWNERS: Final = 32  # by ``stats``: those with most blocks
 
@@ -167,6 +167,9 @@ class EngineCore:
             case "reset_cache":
                 dropped, kept = self._blocks.reset()
                 return {"dropped": dropped, "kept": kept}
+            case "retell":
+                self._blocks.retell()
+                return {}
             case "set_policy":
                 try:
                     self._blocks.set_policy(str(params.get("policy")))

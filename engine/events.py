@@ -48,6 +48,11 @@ class CacheEventLog:
         self._stored, self._removed = [], []
         self._events = [AllBlocksCleared()]
 
+    def retold(self, events: Iterable[CacheEvent]) -> None:
+        """Nothing was hittable, and now what ``events`` say: the same picture as before, for whoever has lost it."""
+        self.cleared()
+        self._events += events
+
     def drain(self) -> tuple[CacheEvent, ...]:
         """Everything since the last drain, in order."""
         self._end_run()

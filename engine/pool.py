@@ -276,6 +276,10 @@ class BlockPool:
         """Everything hittable now as stored events, parents first: the start of a new listener's index."""
         return stored_events(self._index.values(), self.block_size)
 
+    def retell(self) -> None:
+        """Have the next events tell of everything hittable from the beginning."""
+        self.events.retold(self.resident())
+
     def check(self, references: Sequence[int]) -> None:
         """Verify the pool's invariants against ``references``: per block, how many table entries name it.
 

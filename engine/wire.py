@@ -129,7 +129,8 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     """A control call, answered by ``Reply`` with the same id.
 
     Methods: ``reset_cache`` (nothing cached before is hit again; result ``{"dropped": n, "kept": m}``: ``dropped`` idle
-    blocks became empty, ``kept`` blocks lost their keys but stay with their running requests), ``set_policy`` (params
+    blocks became empty, ``kept`` blocks lost their keys but stay with their running requests), ``retell`` (the events
+    of the next report tell all listeners from the beginning what is cached), ``set_policy`` (params
     ``{"policy": name}``), ``stats``, ``check`` (run the block manager's invariants), ``shutdown``.
 
     ``pin`` (params ``{"keys": [key, …]}``, the chain of block keys of a prefix from its first block on): none of its

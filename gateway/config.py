@@ -21,6 +21,7 @@ __all__ = [
     "DocumentFormat",
     "EngineConfig",
     "HoistMode",
+    "IndexConfig",
     "LayoutConfig",
     "LimitsConfig",
     "OrderMode",
@@ -95,6 +96,17 @@ class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str | None = None
     api_key: str | None = None
     idle_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+
+
+class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[index]``: what the gateway keeps of the blocks that its replicas hold, to send requests where their prefix is.
+
+    At most ``max_blocks`` are kept of each replica. An index of which less than the share ``min_precision`` of the
+    predicted cached tokens comes true is not believed until it does again.
+    """
+
+    max_blocks: _Positive = 200_000
+    min_precision: _Share = 0.5
 
 
 class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -275,6 +287,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server: ServerConfig = ServerConfig()
     engine: EngineConfig = EngineConfig()
     replicas: tuple[ReplicaConfig | str, ...] = ()
+    index: IndexConfig = IndexConfig()
     redis: RedisConfig = RedisConfig()
     canonical: CanonicalConfig = CanonicalConfig()
     templates: dict[str, TemplateConfig] = {}

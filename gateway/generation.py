@@ -23,7 +23,7 @@ from gateway.errors import (
 )
 from gateway.plan import Plan
 from gateway.replicas.base import CountedOutput, GenerationRequest, Replica, ReplicaState
-from gateway.routing.router import Router
+from gateway.routing.router import Flight, Router
 from gateway.stats.record import RequestRecord
 from gateway.stats.statistics import Statistics
 
@@ -223,6 +223,7 @@ class Dispatcher:
             raise
         finally:
             self.active -= 1
+            account.tell()
             if account.generation is not None and self._on_served is not None:
                 self._on_served(account.generation)
 
@@ -262,6 +263,7 @@ class Dispatcher:
             outputs = await attempt.enter_async_context(aclosing(replica.generate(request)))
             first = await anext(outputs)
             flight.prefilled()
+            account.flight = flight
             await stack.enter_async_context(attempt.pop_all())
         return Generation(plan, terms, request.sampling, first, outputs, time.monotonic() - account.arrived)
 
@@ -283,6 +285,12 @@ class _Account:
         self.arrived: Final = arrived
         self.plan: Plan | None = None
         self.generation: Generation | None = None
+        self.flight: Flight | None = None
+
+    def tell(self) -> None:
+        """Let the index know what the replica has said of its cache."""
+        if self.flight is not None and self.generation is not None and self.generation.cached_tokens is not None:
+            self.flight.told(self.generation.cached_tokens)
 
     @property
     def replica_id(self) -> str:

@@ -72,7 +72,7 @@ class Gateway:
         secret = _secret(config)
         self.quality: Final = QualityGate(config.quality, model=model, secret=secret)
         self.statistics: Final = Statistics(config.redis, replicas, companions=(self.quality,))
-        self.router: Final = Router(self.statistics.prefill_cost)
+        self.router: Final = Router(self.statistics.prefill_cost, config.index)
         self.eviction: Final = EvictionControl(self.replicas, config.engine.policy)
         self.whatif: Final = self._ghosts(config.whatif) if config.whatif.enabled else None
         self.recorder: Final = TraceRecorder(config.trace) if config.trace.folder is not None else None

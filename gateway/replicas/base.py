@@ -102,6 +102,11 @@ class Replica(Protocol):
     down_reason: str | None
     degraded: tuple[str, ...]
 
+    @property
+    def tells_events(self) -> bool:
+        """Whether its cache events tell all that becomes of its blocks."""
+        ...
+
     def observe(self, observer: ReplicaObserver) -> None:
         """Report to ``observer`` from now on, after those that came before it."""
         ...
@@ -132,6 +137,13 @@ class Replica(Protocol):
         """A control call (see ``engine.wire.Call``). ``info`` tells the policy that a ``set_policy`` has put in force.
 
         Raises ``ReplicaError`` with the replica's message, ``ReplicaUnavailable`` when it is not READY.
+        """
+        ...
+
+    def resync(self) -> None:
+        """Have observers told again of all the blocks it holds, by ``AllBlocksCleared`` and what it holds then.
+
+        Returns at once. Nothing comes from a replica that tells no events.
         """
         ...
 

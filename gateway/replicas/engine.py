@@ -61,6 +61,11 @@ class EngineReplica:
         self._log = _log.bind(replica=id)
 
     @property
+    def tells_events(self) -> bool:
+        """Whether its cache events tell all that becomes of its blocks: its stream is in order and has no gaps."""
+        return True
+
+    @property
     def pid(self) -> int | None:
         """Process id of the engine; None while none of our own runs."""
         return None if self._process is None else self._process.pid
@@ -153,6 +158,12 @@ class EngineReplica:
         if method == "set_policy" and self.info is not None:
             self.info = msgspec.structs.replace(self.info, policy=reply.result["policy"])
         return reply.result
+
+    def resync(self) -> None:
+        """Have observers told again of all the blocks it holds."""
+        if self._connection is not None and self.state is ReplicaState.READY:
+            self._last_call += 1
+            self._connection.send(Call(self._last_call, "retell"))
 
     def _connected(self) -> EngineConnection:
         if self._connection is None or self.state is not ReplicaState.READY:

@@ -75,6 +75,11 @@ class OpenAIReplica:
         self._life: asyncio.Task[None] | None = None
         self._log = _log.bind(replica=id, url=config.url)
 
+    @property
+    def tells_events(self) -> bool:
+        """Whether its cache events tell all that becomes of its blocks."""
+        return False
+
     def observe(self, observer: ReplicaObserver) -> None:
         """Report to ``observer`` from now on."""
         self._observers.append(observer)
@@ -235,6 +240,9 @@ class OpenAIReplica:
         if self.state is not ReplicaState.READY:
             raise ReplicaUnavailable(f"{self.id} is not ready: {self.down_reason or self.state}.")
         raise ReplicaError(f"{self.id} is a remote server, which knows no {method!r}: ask it there.")
+
+    def resync(self) -> None:
+        """Nothing comes of it: it tells no events."""
 
     async def _open(self, flight: Flight, server: OpenAIServer, body: bytes) -> None:
         """Send the request; the flight has the response when it is the beginning of an answer.

@@ -120,6 +120,11 @@ class ScriptedReplica:
 
     # --- Replica -----------------------------------------------------------------------------------------
 
+    @property
+    def tells_events(self) -> bool:
+        """Whether its cache events tell all that becomes of its blocks."""
+        return True
+
     def observe(self, observer: ReplicaObserver) -> None:
         """Report to ``observer`` from now on."""
         self._observers.append(observer)
@@ -160,6 +165,12 @@ class ScriptedReplica:
         self.info = self._core.info
         self._work.set()
         return result
+
+    def resync(self) -> None:
+        """Have observers told again of all the blocks it holds."""
+        if self.state is ReplicaState.READY:
+            self._core.call("retell", {})
+            self._work.set()
 
     async def stop(self, grace: float) -> None:
         """Stop for good; running requests get ``grace`` seconds to end."""

@@ -9,14 +9,16 @@ from typing import Final, Protocol
 
 import msgspec
 
-from cache_policy.residency import ResidencyIndex
-from engine.wire import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, EngineInfo, Load, StepTiming
+from engine.wire import CacheEvent, EngineInfo, Load, StepTiming
+from gateway.config import IndexConfig
 from gateway.errors import ReplicaUnavailable
 from gateway.plan import Plan
 from gateway.replicas.base import Replica, ReplicaState
+from gateway.routing.index import Expectation, FleetIndex
 
 __all__ = ["Candidate", "Flight", "PrefillCurve", "Router"]
 
+_DEFAULTS: Final = IndexConfig()
 _LOAD_FACTOR: Final = 1.25
 _FREE_SLOTS: Final = 4
 """Affinity is limited: a replica takes at most 1.25 times its share of the requests in flight (consistent hashing with
@@ -53,16 +55,25 @@ class Candidate(msgspec.Struct, frozen=True):
 class Flight:
     """One request at its replica. Owned by the request that dispatched it."""
 
-    __slots__ = ("_state", "_tokens")
+    __slots__ = ("_expectation", "_index", "_state", "_tokens")
 
-    def __init__(self, state: _ReplicaState, tokens: int) -> None:
+    def __init__(self, state: _ReplicaState, tokens: int, index: FleetIndex, expectation: Expectation | None) -> None:
         self._state = state
         self._tokens = tokens
+        self._index = index
+        self._expectation = expectation
 
     def prefilled(self) -> None:
         """Its prompt is computed (the first output has come): nobody waits for it any more. Safe to repeat."""
         self._state.pending_tokens -= self._tokens
         self._tokens = 0
+        if self._expectation is not None:
+            self._index.computed(self._expectation)
+
+    def told(self, cached_tokens: int) -> None:
+        """The replica has said how many of the prompt tokens it had cached."""
+        if self._expectation is not None:
+            self._index.reported(self._expectation, cached_tokens)
 
 
 class _ReplicaState:
@@ -78,14 +89,15 @@ class _ReplicaState:
 
 
 class Router:
-    """A ``ReplicaObserver``. Owns the residency index and the in-flight counts; belongs to the event loop.
+    """A ``ReplicaObserver``. Owns the index and the in-flight counts; belongs to the event loop.
 
     ``curve`` gives the prefill-cost curve of a replica id.
     """
 
-    def __init__(self, curve: Callable[[str], PrefillCurve]) -> None:
+    def __init__(self, curve: Callable[[str], PrefillCurve], index: IndexConfig = _DEFAULTS) -> None:
         self._curve: Final = curve
-        self._index: Final = ResidencyIndex()
+        self.index: Final = FleetIndex(index)
+        """What each replica is believed to hold."""
         self._states: dict[str, _ReplicaState] = {}
         self._dispatches = 0
 
@@ -93,23 +105,16 @@ class Router:
 
     def on_ready(self, replica: Replica, info: EngineInfo) -> None:
         """A replica (re)started with an empty cache."""
-        self._index.cleared(replica.id)
+        self.index.on_ready(replica, info)
         self._states.setdefault(replica.id, _ReplicaState(replica)).replica = replica
 
     def on_down(self, replica: Replica, reason: str) -> None:
         """A replica was lost together with its cache."""
-        self._index.forget(replica.id)
+        self.index.on_down(replica, reason)
 
     def on_events(self, replica: Replica, events: tuple[CacheEvent, ...]) -> None:
         """Keep the index equal to what the replica holds."""
-        for event in events:
-            match event:
-                case BlockStored():
-                    self._index.stored(replica.id, event.block_hashes)
-                case BlockRemoved():
-                    self._index.removed(replica.id, event.block_hashes)
-                case AllBlocksCleared():
-                    self._index.cleared(replica.id)
+        self.index.on_events(replica, events)
 
     def on_step(self, replica: Replica, timing: StepTiming, load: Load) -> None:
         """Nothing to keep: ``replica.load`` holds the latest."""
@@ -140,16 +145,12 @@ class Router:
         state.last_dispatch = self._dispatches
         state.in_flight += 1
         state.pending_tokens += tokens
-        flight = Flight(state, tokens)
+        flight = Flight(state, tokens, self.index, self.index.sent(plan))
         try:
             yield flight
         finally:
             flight.prefilled()
             state.in_flight -= 1
-
-    def resident_blocks(self) -> int:
-        """Entries of the index over all replicas."""
-        return self._index.size()
 
     def _candidate(self, state: _ReplicaState) -> Candidate:
         replica = state.replica
@@ -158,7 +159,7 @@ class Router:
         return Candidate(
             replica.id,
             replica.info,
-            self._index.holds(replica.id),
+            self.index.holds(replica.id),
             state.in_flight,
             max(queued, state.pending_tokens),
             self._curve(replica.id),

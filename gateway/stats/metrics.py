@@ -103,7 +103,7 @@ class OrderingCollector(Collector):
                 f"Block keys kept from being hashed again; at most {MAX_REMEMBERED}.",
                 paths.remembered,
             ),
-            ("resident_blocks", "Blocks that the replicas are known to hold.", self._router.resident_blocks()),
+            ("resident_blocks", "Blocks that the replicas are known to hold.", self._router.index.size()),
         ):
             yield GaugeMetricFamily(f"headstart_ordering_{name}", text, value=float(value))
 

@@ -161,6 +161,11 @@ class QuietReplica:
         self.info: EngineInfo | None = info
         self.load: Load | None = None
         self.down_reason: str | None = None
+        self.tells_events = True
+        self.resyncs = 0
+
+    def resync(self) -> None:
+        self.resyncs += 1
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ class StubReplica:
         self.load: Load | None = Load(0, 0, 0, 0, 0, 1024, 0, 0, 0, 0)
         self.down_reason: str | None = None
         self.degraded: tuple[str, ...] = ()
+        self.tells_events = True
         self.model = model
         self.tells_logprobs = True
         self.asked: list[GenerationRequest] = []

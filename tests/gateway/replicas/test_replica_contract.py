@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.scripted import scripted_continuation
-from engine.wire import BlockStored, CacheEvent, EngineInfo, Load, Output, Sampling, StepTiming
+from engine.wire import AllBlocksCleared, BlockStored, CacheEvent, EngineInfo, Load, Output, Sampling, StepTiming
 from gateway.config import Config, RedisConfig, ReplicaConfig, ServerConfig
 from gateway.errors import HeadstartError, ReplicaError, ReplicaLost, ReplicaUnavailable
 from gateway.replicas.base import GenerationRequest, Replica, ReplicaState
@@ -278,6 +278,25 @@ def test_observers_hear_of_blocks_and_steps(run: Callable[[Scenario], None]) -> 
         assert len(set(stored)) == 2
         assert bench.heard.prefilled == 40
         assert bench.heard.calls == ["ready"]
+
+    run(scenario)
+
+
+@ours
+def test_a_replica_tells_again_what_it_holds_when_it_is_asked_to(run: Callable[[Scenario], None]) -> None:
+    async def scenario(bench: Bench) -> None:
+        assert bench.replica.tells_events
+        for start in (0, 100):
+            await answer(bench.replica, ask(prompt(start, 40)))
+        before = [key for event in bench.heard.events if isinstance(event, BlockStored) for key in event.block_hashes]
+        bench.heard.events.clear()
+        bench.replica.resync()
+        await until(lambda: len(bench.heard.events) > 0)
+        first, *events = bench.heard.events
+        assert first == AllBlocksCleared()
+        told = [key for event in events if isinstance(event, BlockStored) for key in event.block_hashes]
+        assert sorted(told) == sorted(before)
+        assert len(told) == 4
 
     run(scenario)
 

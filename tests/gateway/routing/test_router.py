@@ -54,7 +54,7 @@ def test_the_index_follows_the_replicas_events(quiet_replica: QuietReplica) -> N
     router.on_events(one, (BlockStored(KEYS[:3], None, 16), BlockRemoved(KEYS[2:3])))
     router.on_events(other, (BlockStored(KEYS[3:], None, 16),))
     assert (resident(router, "engine-0"), resident(router, "engine-1")) == (set(KEYS[:2]), set(KEYS[3:]))
-    assert router.resident_blocks() == 5
+    assert router.index.size() == 5
     router.on_events(other, (AllBlocksCleared(),))
     assert resident(router, "engine-1") == set()
 
@@ -64,7 +64,7 @@ def test_q2_a_restarted_replica_is_credited_with_nothing_of_its_former_life(quie
     router = make_router(replica)
     router.on_events(replica, (BlockStored(KEYS, None, 16),))
     router.on_down(replica, "killed")
-    assert router.resident_blocks() == 0
+    assert router.index.size() == 0
     router.on_ready(replica, replica.info)
     assert resident(router, "engine-0") == set()
     router.on_events(replica, (BlockStored(KEYS, None, 16),))
