@@ -16,7 +16,7 @@ import argparse
 import gzip
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +50,7 @@ class Boundless:
         self.resident: set[bytes] = set()
         self._info = EngineInfo("m", "", "", "", 8192, 1, BLOCK_SIZE, "float32", "cpu", 1, (), "lru", 512)
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self, avoid: Set[str] = frozenset()) -> list[Candidate]:
         """The replica, idle."""
         return [Candidate("replica", self._info, self.resident, 0, 0, self)]
 

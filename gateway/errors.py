@@ -195,6 +195,11 @@ class ReplicaUnavailable(HeadstartError):
     code = "no_replica"
     retry_after = 2
 
+    def __init__(self, message: str, *, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        if retry_after is not None:
+            self.retry_after = retry_after
+
 
 class ReplicaLost(HeadstartError):
     """The replica died with the request in flight. ``produced`` tells whether any token had come before."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Set
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Final
 
@@ -23,14 +24,15 @@ from gateway.errors import (
 )
 from gateway.plan import Plan
 from gateway.replicas.base import CountedOutput, GenerationRequest, Replica, ReplicaState
-from gateway.routing.router import Flight, Router
+from gateway.routing.flight import Flight
+from gateway.routing.router import Router
 from gateway.stats.record import RequestRecord
 from gateway.stats.statistics import Statistics
 
 __all__ = ["Answer", "Dispatcher", "Generation", "Planner", "SamplingChoice", "Terms"]
 
-Planner = Callable[[], Plan]
-"""Walks the request path. Called once more when the first replica was lost before it produced anything."""
+Planner = Callable[[Set[str]], Plan]
+"""Walks the request path, to a replica not among those given. Called again when one failed before its first output."""
 
 SamplingChoice = Callable[[Plan, EngineInfo], Sampling]
 """Fits the caller's wishes to the replica that was chosen."""
@@ -54,6 +56,12 @@ _RECOVERY_WAIT_S: Final = 30.0
 """How long a request whose replica died before its first token waits for one to come (back) up."""
 
 _POLL_S: Final = 0.05
+
+_ATTEMPTS: Final = 3
+"""On so many replicas a request is tried at most: one that kills every engine it meets does not go round for ever."""
+
+_ATTEMPTS_HERE: Final = 2
+"""On an engine that this gateway starts again, when there is no other; on any other replica once."""
 
 _log = structlog.get_logger("headstart.request")
 
@@ -208,6 +216,8 @@ class Dispatcher:
                 yield account.generation
             account.close("ok")
         except TimeoutError:
+            if account.generation is None and account.flight is not None:
+                account.flight.expired()
             account.close("failed")
             raise RequestTimeoutError(f"The request was ended after {self._timeout_s:.0f} s.") from None
         except HeadstartError as error:
@@ -230,20 +240,40 @@ class Dispatcher:
     async def _open(
         self, planner: Planner, sampling: SamplingChoice, terms: Terms, stack: AsyncExitStack, account: _Account
     ) -> Generation:
-        """Wait for the first output. One more try, on whatever replica is best then, when none has come."""
-        try:
-            return await self._attempt(planner, sampling, terms, stack, account)
-        except (ReplicaLost, GenerationError) as error:
-            if all(replica.state is ReplicaState.STOPPED for replica in self._replicas.values()):
-                raise OverloadedError("The server has shut down; try another one, or this one again later.") from error
-            _log.warning("request is tried again", replica=account.replica_id, reason=error.message)
-        await self._wait_for_a_replica()
-        return await self._attempt(planner, sampling, terms, stack, account)
+        """Wait for the first output; when a replica fails before it, try another one."""
+        tried: Counter[str] = Counter()
+        while True:
+            try:
+                return await self._attempt(planner, sampling, terms, stack, account, await self._avoid(tried))
+            except (ReplicaLost, GenerationError) as error:
+                if all(replica.state is ReplicaState.STOPPED for replica in self._replicas.values()):
+                    message = "The server has shut down; try another one, or this one again later."
+                    raise OverloadedError(message) from error
+                tried[account.replica_id] += 1
+                if tried.total() == _ATTEMPTS or not self._open_to(tried):
+                    raise
+                _log.warning("request is tried again", replica=account.replica_id, reason=error.message)
+
+    def _open_to(self, tried: Counter[str]) -> list[Replica]:
+        """The replicas on which a request may be tried (again), now or when they have come up."""
+        return [
+            replica
+            for id, replica in self._replicas.items()
+            if tried[id] < (_ATTEMPTS_HERE if replica.restarts else 1)
+            and (replica.restarts or replica.state is ReplicaState.READY)
+            and replica.state is not ReplicaState.STOPPED
+        ]
 
     async def _attempt(
-        self, planner: Planner, sampling: SamplingChoice, terms: Terms, stack: AsyncExitStack, account: _Account
+        self,
+        planner: Planner,
+        sampling: SamplingChoice,
+        terms: Terms,
+        stack: AsyncExitStack,
+        account: _Account,
+        avoid: Set[str],
     ) -> Generation:
-        plan = planner()
+        plan = planner(avoid)
         replica = self._replicas[plan.replica_id]
         assert replica.info is not None, "the router chooses among replicas that are ready"
         request = GenerationRequest(
@@ -259,22 +289,29 @@ class Dispatcher:
         )
         account.plan = plan
         async with AsyncExitStack() as attempt:
-            flight = attempt.enter_context(self._router.dispatch(plan))
+            flight = account.flight = attempt.enter_context(self._router.dispatch(plan))
             outputs = await attempt.enter_async_context(aclosing(replica.generate(request)))
             first = await anext(outputs)
             flight.prefilled()
-            account.flight = flight
             await stack.enter_async_context(attempt.pop_all())
         return Generation(plan, terms, request.sampling, first, outputs, time.monotonic() - account.arrived)
 
-    async def _wait_for_a_replica(self) -> None:
-        """Wait until some replica is ready; gives up early when none is on its way."""
+    async def _avoid(self, tried: Counter[str]) -> Set[str]:
+        """The replicas to leave out: those that failed the request, unless one of them is all there is.
+
+        Waits for an engine that is started again when no other replica is there.
+        """
+        if not tried:
+            return frozenset()
         deadline = time.monotonic() + _RECOVERY_WAIT_S
-        while all(replica.state is not ReplicaState.READY for replica in self._replicas.values()):
-            stopped = all(replica.state is ReplicaState.STOPPED for replica in self._replicas.values())
-            if stopped or time.monotonic() > deadline:
-                raise ReplicaUnavailable("The engine was lost and has not come back yet; try again.")
+        while open_to := self._open_to(tried):
+            ready = [replica for replica in open_to if replica.state is ReplicaState.READY]
+            if fresh := [replica.id for replica in ready if not tried[replica.id]] or [replica.id for replica in ready]:
+                return self._replicas.keys() - fresh
+            if time.monotonic() > deadline:
+                break
             await asyncio.sleep(_POLL_S)
+        raise ReplicaUnavailable("The engine was lost and has not come back yet; try again.")
 
 
 class _Account:
@@ -284,12 +321,12 @@ class _Account:
         self._statistics = statistics
         self.arrived: Final = arrived
         self.plan: Plan | None = None
-        self.generation: Generation | None = None
         self.flight: Flight | None = None
+        self.generation: Generation | None = None
 
     def tell(self) -> None:
-        """Let the index know what the replica has said of its cache."""
-        if self.flight is not None and self.generation is not None and self.generation.cached_tokens is not None:
+        """Let the router know what the replica has said of its cache."""
+        if self.flight is not None and self.generation is not None:
             self.flight.told(self.generation.cached_tokens)
 
     @property

@@ -5,7 +5,7 @@ The API sends what comes out; explaining and offline analysis walk the same road
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, Final, Protocol
@@ -52,8 +52,8 @@ _PASSED_ON: Final = "text completions are passed on as they are"
 class Fleet(Protocol):
     """The replicas that may take a request: the live ones (``gateway.routing.router``), or simulated caches."""
 
-    def candidates(self) -> list[Candidate]:
-        """Those that may take one now, at least one. Raises ``ReplicaUnavailable`` when there is none."""
+    def candidates(self, avoid: Set[str] = frozenset()) -> list[Candidate]:
+        """Those that may take one now, at least one, and none to ``avoid``. Raises ``ReplicaUnavailable`` without."""
         ...
 
 
@@ -104,8 +104,8 @@ class RequestPath:
         self._canonicalizer: Final = Canonicalizer(canonical, self.templates, learned)
         self._derive_root: Final = lru_cache(maxsize=4096)(lambda namespace: derive_root(secret, namespace))
 
-    def plan_chat(self, body: ChatRequest, caller: Caller) -> Plan:
-        """Decide everything about a chat request up to its replica.
+    def plan_chat(self, body: ChatRequest, caller: Caller, avoid: Set[str] = frozenset()) -> Plan:
+        """Decide everything about a chat request up to its replica, which is none to ``avoid``.
 
         Raises:
             InvalidRequestError: the body is at fault; ``ContextLengthError`` when its prompt fits no replica.
@@ -113,7 +113,7 @@ class RequestPath:
             ReplicaUnavailable: no replica is ready.
         """
         self.check_model(body.model)
-        weighed = self.weigh_chat(body, caller)
+        weighed = self.weigh_chat(body, caller, avoid)
         canonical, decision, placement = weighed.canonical, weighed.decision, weighed.chosen
         documents = canonical.layout.documents
         return _plan(
@@ -130,7 +130,7 @@ class RequestPath:
             sighting=weighed.sighting,
         )
 
-    def weigh_chat(self, body: ChatRequest, caller: Caller) -> WeighedChat:
+    def weigh_chat(self, body: ChatRequest, caller: Caller, avoid: Set[str] = frozenset()) -> WeighedChat:
         """All that ``plan_chat`` weighs before it decides, whatever model the body names.
 
         Raises ``InvalidRequestError`` and ``ReplicaUnavailable`` as ``plan_chat`` does.
@@ -143,7 +143,7 @@ class RequestPath:
             placements = weigh_chat(
                 canonical.layout,
                 OrderWish(decision.order, canonical.limits, snapshot),
-                self._router.candidates(),
+                self._router.candidates(avoid),
                 self._root_of(body, caller),
                 self._renderer,
                 self.resident_paths,
@@ -161,11 +161,11 @@ class RequestPath:
         """
         return self._canonicalizer.recognize(body, caller.tenant)
 
-    def plan_completion(self, body: CompletionRequest, caller: Caller) -> Plan:
+    def plan_completion(self, body: CompletionRequest, caller: Caller, avoid: Set[str] = frozenset()) -> Plan:
         """Decide where a text completion goes; its prompt is left as it is. Raises as ``plan_chat``."""
         self.check_model(body.model)
         prompt = single_prompt(body.prompt)
-        candidates = self._router.candidates()
+        candidates = self._router.candidates(avoid)
         if isinstance(prompt, str):
             token_ids = encode_text(prompt, candidates, self._renderer)
         else:

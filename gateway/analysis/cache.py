@@ -124,6 +124,6 @@ class SimulatedFleet:
             Candidate(str(index), info, cache.resident, 0, 0, _Even()) for index, cache in enumerate(self.caches)
         ]
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self, avoid: Set[str] = frozenset()) -> list[Candidate]:
         """All of them, always."""
         return list(self._candidates)

@@ -28,8 +28,8 @@ from gateway.api.validation import (
     sampling_for,
 )
 from gateway.errors import HeadstartError, MethodNotAllowedError, OverloadedError
-from gateway.generation import Generation, Terms
-from gateway.plan import Caller, Plan
+from gateway.generation import Generation, Planner, Terms
+from gateway.plan import Caller
 from gateway.request_path import single_prompt
 from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 from gateway.service import Gateway
@@ -62,7 +62,7 @@ class _Job(msgspec.Struct, frozen=True):
 
     body: SamplingFields
     asked: Asked
-    planner: Callable[[], Plan]
+    planner: Planner
     format: AnswerFormat
     terms: Terms
 
@@ -74,7 +74,7 @@ def _chat(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
     return _Job(
         body,
         asked,
-        lambda: gateway.path.plan_chat(body, caller),
+        lambda avoid: gateway.path.plan_chat(body, caller, avoid),
         ChatFormat(body.model, gateway.renderer.spellings, _shown(body, asked.logprobs)),
         _terms(gateway, caller, asked),
     )
@@ -88,7 +88,7 @@ def _completion(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
     return _Job(
         body,
         asked,
-        lambda: gateway.path.plan_completion(body, caller),
+        lambda avoid: gateway.path.plan_completion(body, caller, avoid),
         CompletionFormat(body.model, spellings, shown, partial(_prompt_text, gateway, body) if body.echo else None),
         _terms(gateway, caller, asked),
     )

@@ -43,6 +43,7 @@ class EngineReplica:
 
     def __init__(self, id: str, source: EngineLauncher | Path) -> None:
         self.id = id
+        self.restarts = isinstance(source, EngineLauncher)
         self.state = ReplicaState.STARTING
         self.info: EngineInfo | None = None
         self.load: Load | None = None
@@ -90,9 +91,7 @@ class EngineReplica:
         try:
             async with asyncio.timeout(timeout):
                 while self.state is not ReplicaState.READY:
-                    if self.state is ReplicaState.STOPPED or (
-                        self.state is ReplicaState.DOWN and isinstance(self._source, EngineLauncher)
-                    ):
+                    if self.state is ReplicaState.STOPPED or (self.state is ReplicaState.DOWN and self.restarts):
                         raise ReplicaUnavailable(f"{self.id} does not serve: {self.down_reason}.")
                     self._changed.clear()
                     await self._changed.wait()

@@ -55,6 +55,7 @@ class OpenAIReplica:
     def __init__(self, id: str, config: ReplicaConfig, proof: TokenizerProof, *, model: str) -> None:
         """``model`` is the name clients use, which is chosen where the server has several models."""
         self.id = id
+        self.restarts = False
         self.state = ReplicaState.STARTING
         self.info: EngineInfo | None = None
         self.load: Load | None = None

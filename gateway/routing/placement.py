@@ -255,12 +255,25 @@ def _placed(
 
 
 def cheapest(placements: Sequence[Placement]) -> Placement:
-    """The placement with the earliest first token; of equal ones that on the less busy replica."""
+    """The placement with the earliest first token; of equal ones that on the less busy replica.
 
-    def price(placement: Placement) -> tuple[float, int]:
-        return placement.expected_seconds, placement.candidate.in_flight
+    Replicas that were not drawn take part only with the longest prefix, and only as far as it goes beyond what all of
+    them hold: a system prompt that all share is no reason to prefer one.
+    """
 
-    return min((placement for placement in placements if placement.fits), key=price)
+    def price(placement: Placement) -> tuple[bool, float, int]:
+        candidate = placement.candidate
+        return not candidate.probe, placement.expected_seconds, candidate.in_flight
+
+    fitting = [placement for placement in placements if placement.fits]
+    drawn = [placement for placement in fitting if placement.candidate.drawn]
+    if len(drawn) < len(fitting):
+        shared = min(placement.cached_tokens for placement in fitting)
+        longest = max(fitting, key=lambda placement: placement.cached_tokens)
+        if not drawn or (longest.cached_tokens > shared and not longest.candidate.drawn):
+            drawn.append(longest)
+        drawn += [placement for placement in fitting if placement.candidate.probe]
+    return min(drawn, key=price)
 
 
 def _too_long(tokens: int, limit: int, param: str) -> ContextLengthError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Set
+import random
+import time
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Final, Protocol
 
@@ -14,15 +16,28 @@ from gateway.config import IndexConfig
 from gateway.errors import ReplicaUnavailable
 from gateway.plan import Plan
 from gateway.replicas.base import Replica, ReplicaState
-from gateway.routing.index import Expectation, FleetIndex
+from gateway.routing.breaker import BreakerState, CircuitBreaker
+from gateway.routing.flight import Flight, FlightLog
+from gateway.routing.index import FleetIndex
+from gateway.stats.cost import PrefillCost
 
-__all__ = ["Candidate", "Flight", "PrefillCurve", "Router"]
+__all__ = ["Candidate", "PrefillCurve", "Router", "RouterView"]
 
 _DEFAULTS: Final = IndexConfig()
 _LOAD_FACTOR: Final = 1.25
 _FREE_SLOTS: Final = 4
 """Affinity is limited: a replica takes at most 1.25 times its share of the requests in flight (consistent hashing with
 bounded loads, Mirrokni et al. 2016), but so few that they run side by side are never sent away from their cache."""
+
+_DRAWN: Final = 2
+"""Under load a request looks at so many replicas, drawn at random, beside the one that holds most of it: with a little
+choice queues stay short (Mitzenmacher 2001), and gateways that see the same loads do not all take the same replica."""
+
+_TYPICAL_TOKENS: Final = 512
+_ALIKE: Final = 1.5
+"""Replicas are equally fast whose prefill of a prompt of typical length takes so many times that of the median."""
+
+_NOBODY: Final[frozenset[str]] = frozenset()
 
 
 class PrefillCurve(Protocol):
@@ -36,7 +51,9 @@ class PrefillCurve(Protocol):
 class Candidate(msgspec.Struct, frozen=True):
     """A replica that may take a request now. ``resident`` follows later events; use it within one decision.
 
-    ``waiting_tokens`` are the prompt tokens it still has to compute before a new request's.
+    ``waiting_tokens`` are the prompt tokens it still has to compute before a new request's. One that was not ``drawn``
+    is to be taken only for what it holds. A ``probe`` goes before all others: it shows whether the replica is well
+    again.
     """
 
     replica_id: str
@@ -45,6 +62,8 @@ class Candidate(msgspec.Struct, frozen=True):
     in_flight: int
     waiting_tokens: int
     curve: PrefillCurve
+    drawn: bool = True
+    probe: bool = False
 
     def expected_seconds(self, prompt_tokens: int, cached_tokens: int) -> float:
         """From now to the first token of a prompt of which it holds ``cached_tokens``."""
@@ -52,50 +71,55 @@ class Candidate(msgspec.Struct, frozen=True):
         return wait + self.curve.seconds(prompt_tokens - cached_tokens, cached_tokens)
 
 
-class Flight:
-    """One request at its replica. Owned by the request that dispatched it."""
+class RouterView(msgspec.Struct, frozen=True):
+    """What the router knows of one replica.
 
-    __slots__ = ("_expectation", "_index", "_state", "_tokens")
+    ``curve`` are the coefficients of its prefill cost (seconds per step, per token, per token of context), fitted to
+    the ``steps`` that it reports or to the times until its answers began (``ttft``); ``nominal`` is neither yet.
+    """
 
-    def __init__(self, state: _ReplicaState, tokens: int, index: FleetIndex, expectation: Expectation | None) -> None:
-        self._state = state
-        self._tokens = tokens
-        self._index = index
-        self._expectation = expectation
-
-    def prefilled(self) -> None:
-        """Its prompt is computed (the first output has come): nobody waits for it any more. Safe to repeat."""
-        self._state.pending_tokens -= self._tokens
-        self._tokens = 0
-        if self._expectation is not None:
-            self._index.computed(self._expectation)
-
-    def told(self, cached_tokens: int) -> None:
-        """The replica has said how many of the prompt tokens it had cached."""
-        if self._expectation is not None:
-            self._index.reported(self._expectation, cached_tokens)
+    in_flight: int
+    waiting_tokens: int
+    draining: bool
+    breaker: BreakerState
+    failures: int
+    retry_in_s: float
+    curve: tuple[float, float, float]
+    curve_from: str
 
 
 class _ReplicaState:
-    """What the router counts per replica."""
+    """What the router keeps per replica."""
 
-    __slots__ = ("in_flight", "last_dispatch", "pending_tokens", "replica")
+    __slots__ = ("breaker", "draining", "last_dispatch", "log", "replica")
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, breaker: CircuitBreaker) -> None:
         self.replica = replica
-        self.in_flight = 0
-        self.pending_tokens = 0
+        self.breaker = breaker
+        self.log = FlightLog(breaker)
+        self.draining = False
         self.last_dispatch = 0
 
 
 class Router:
-    """A ``ReplicaObserver``. Owns the index and the in-flight counts; belongs to the event loop.
+    """A ``ReplicaObserver``. Owns the index, the requests in flight, the circuit breakers and which replicas
+    are drained; belongs to the event loop.
 
-    ``curve`` gives the prefill-cost curve of a replica id.
+    ``curve`` gives the prefill-cost curve of a replica id, as fitted to the steps that it reports. ``clock`` counts
+    seconds; ``draw`` is where chance comes from.
     """
 
-    def __init__(self, curve: Callable[[str], PrefillCurve], index: IndexConfig = _DEFAULTS) -> None:
+    def __init__(
+        self,
+        curve: Callable[[str], PrefillCurve],
+        index: IndexConfig = _DEFAULTS,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        draw: random.Random | None = None,
+    ) -> None:
         self._curve: Final = curve
+        self._clock: Final = clock
+        self._random: Final = draw or random.Random()  # noqa: S311 - nothing secret
         self.index: Final = FleetIndex(index)
         """What each replica is believed to hold."""
         self._states: dict[str, _ReplicaState] = {}
@@ -104,9 +128,12 @@ class Router:
     # --- ReplicaObserver ---------------------------------------------------------------------------
 
     def on_ready(self, replica: Replica, info: EngineInfo) -> None:
-        """A replica (re)started with an empty cache."""
+        """A replica (re)started with an empty cache. That alone is no proof that a failing one is well again."""
         self.index.on_ready(replica, info)
-        self._states.setdefault(replica.id, _ReplicaState(replica)).replica = replica
+        state = self._state_of(replica)
+        if replica.restarts:
+            state.breaker.reset()  # another process
+        state.log.tells_steps = state.log.tells_steps or bool(info.profile)
 
     def on_down(self, replica: Replica, reason: str) -> None:
         """A replica was lost together with its cache."""
@@ -117,59 +144,152 @@ class Router:
         self.index.on_events(replica, events)
 
     def on_step(self, replica: Replica, timing: StepTiming, load: Load) -> None:
-        """Nothing to keep: ``replica.load`` holds the latest."""
+        """It tells what its steps take; ``replica.load`` holds the latest load."""
+        state = self._states.get(replica.id)
+        if state is not None:
+            state.log.tells_steps = True
+
+    # --- which there are -----------------------------------------------------------------------------
+
+    def add(self, replica: Replica) -> None:
+        """Know a replica, before it is first ready."""
+        self._state_of(replica)
+
+    def remove(self, replica_id: str) -> None:
+        """It has left for good."""
+        self.index.forget(replica_id)
+        self._states.pop(replica_id, None)
+
+    def drain(self, replica_id: str) -> None:
+        """Send it nothing new until ``resume``; what it has goes on."""
+        self._states[replica_id].draining = True
+
+    def resume(self, replica_id: str) -> None:
+        """Let it have requests again, and forget its failures."""
+        self._states[replica_id].draining = False
+        self._states[replica_id].breaker.reset()
+
+    def view(self, replica_id: str) -> RouterView:
+        """What is known of a replica."""
+        state = self._states[replica_id]
+        curve = self._cost(state)
+        return RouterView(
+            state.log.in_flight,
+            self._waiting(state),
+            state.draining,
+            state.breaker.state,
+            state.breaker.failures,
+            state.breaker.retry_in_s,
+            curve.coefficients if isinstance(curve, PrefillCost) else (0.0, 0.0, 0.0),
+            "nominal" if not _is_fitted(curve) else "steps" if state.log.tells_steps else "ttft",
+        )
 
     # --- routing -----------------------------------------------------------------------------------
 
-    def candidates(self) -> list[Candidate]:
-        """The ready replicas that have room in their share of the load.
+    def candidates(self, avoid: Set[str] = _NOBODY) -> list[Candidate]:
+        """The ready replicas that have room in their share of the load, without those to ``avoid``.
 
         Raises:
             ReplicaUnavailable: none is ready; the message says what each is doing.
         """
-        ready = [state for state in self._states.values() if _is_ready(state.replica)]
+        ready = [state for id, state in self._states.items() if id not in avoid and _takes_more(state)]
         if not ready:
-            raise ReplicaUnavailable(_why_none(state.replica for state in self._states.values()))
-        total = sum(state.in_flight for state in ready)
+            raise ReplicaUnavailable(self._why_none(avoid), retry_after=self._retry_after())
+        total = sum(state.log.in_flight for state in ready)
         limit = max(_FREE_SLOTS, math.ceil(_LOAD_FACTOR * (total + 1) / len(ready)))
         # Longest idle first: equal candidates take turns.
         ready.sort(key=lambda state: (state.last_dispatch, state.replica.id))
-        return [self._candidate(state) for state in ready if state.in_flight < limit]
+        room = [state for state in ready if state.log.in_flight < limit]
+        drawn = room
+        if len(room) > _DRAWN and any(state.log.in_flight >= _FREE_SLOTS for state in ready):
+            drawn = self._random.sample(room, _DRAWN)
+        curves = self._curves(ready)
+        return [self._candidate(state, curves[state.replica.id], state in drawn) for state in room]
 
     @contextmanager
     def dispatch(self, plan: Plan) -> Iterator[Flight]:
-        """Count a request as in flight at its replica for the duration of the block."""
+        """Count a request at its replica for the length of the block, and learn from how it ends there."""
         state = self._states[plan.replica_id]
-        tokens = len(plan.token_ids) - plan.predicted_cached
         self._dispatches += 1
         state.last_dispatch = self._dispatches
-        state.in_flight += 1
-        state.pending_tokens += tokens
-        flight = Flight(state, tokens, self.index, self.index.sent(plan))
-        try:
+        with Flight(state.log, self._clock, plan, self.index) as flight:
             yield flight
-        finally:
-            flight.prefilled()
-            state.in_flight -= 1
 
-    def _candidate(self, state: _ReplicaState) -> Candidate:
+    # --- inside --------------------------------------------------------------------------------------
+
+    def _state_of(self, replica: Replica) -> _ReplicaState:
+        state = self._states.get(replica.id)
+        if state is None or state.replica is not replica:
+            breaker = CircuitBreaker(self._clock, self._random)
+            state = self._states[replica.id] = _ReplicaState(replica, breaker)
+        return state
+
+    def _curves(self, states: list[_ReplicaState]) -> dict[str, PrefillCurve]:
+        """The curve by which each replica is judged: that of the median one, except for those that differ much.
+
+        So equal replicas are equal, in spite of the noise in what was measured, and one that was not measured yet is
+        neither shunned nor preferred for it.
+        """
+        curves = {state.replica.id: self._cost(state) for state in states}
+        measured = sorted(
+            ((curve.seconds(_TYPICAL_TOKENS, 0), id) for id, curve in curves.items() if _is_fitted(curve)),
+        )
+        if len(measured) > 1 or len(curves) > len(measured) > 0:
+            typical_s, typical = measured[len(measured) // 2]
+            different = {id for seconds, id in measured if not typical_s / _ALIKE <= seconds <= typical_s * _ALIKE}
+            return {id: curve if id in different else curves[typical] for id, curve in curves.items()}
+        return curves
+
+    def _candidate(self, state: _ReplicaState, curve: PrefillCurve, drawn: bool) -> Candidate:
         replica = state.replica
         assert replica.info is not None, "a ready replica has said what it serves"
-        queued = replica.load.queued_tokens if replica.load is not None else 0
         return Candidate(
             replica.id,
             replica.info,
             self.index.holds(replica.id),
-            state.in_flight,
-            max(queued, state.pending_tokens),
-            self._curve(replica.id),
+            state.log.in_flight,
+            self._waiting(state),
+            curve,
+            drawn,
+            state.breaker.state is BreakerState.HALF_OPEN,
         )
 
+    def _cost(self, state: _ReplicaState) -> PrefillCurve:
+        log = state.log
+        return self._curve(state.replica.id) if log.tells_steps or not log.cost.fitted else log.cost
 
-def _is_ready(replica: Replica) -> bool:
-    return replica.state is ReplicaState.READY and replica.info is not None
+    def _waiting(self, state: _ReplicaState) -> int:
+        load = state.replica.load
+        return max(load.queued_tokens if load is not None else 0, state.log.pending_tokens)
+
+    def _retry_after(self) -> int:
+        """Seconds until asking again may help."""
+        pauses = [state.breaker.retry_in_s for state in self._states.values() if _is_ready(state)]
+        return max(1, math.ceil(min(pauses, default=ReplicaUnavailable.retry_after)))
+
+    def _why_none(self, avoid: Set[str]) -> str:
+        states = [f"{id}: {_why_not(state, id in avoid)}" for id, state in self._states.items()]
+        return f"No engine is ready ({'; '.join(states) or 'none has started yet'}); try again."
 
 
-def _why_none(replicas: Iterable[Replica]) -> str:
-    states = [f"{replica.id}: {replica.down_reason or replica.state}" for replica in replicas]
-    return f"No engine is ready ({'; '.join(states) or 'none has started yet'}); try again."
+def _is_fitted(curve: PrefillCurve) -> bool:
+    return not isinstance(curve, PrefillCost) or curve.fitted
+
+
+def _is_ready(state: _ReplicaState) -> bool:
+    return state.replica.state is ReplicaState.READY and state.replica.info is not None and not state.draining
+
+
+def _takes_more(state: _ReplicaState) -> bool:
+    return _is_ready(state) and state.breaker.admits
+
+
+def _why_not(state: _ReplicaState, avoided: bool) -> str:
+    replica = state.replica
+    if replica.state is not ReplicaState.READY:
+        return replica.down_reason or str(replica.state)
+    if state.draining:
+        return "drained by the operator"
+    if not state.breaker.admits:
+        return f"failed {state.breaker.failures} requests in a row"
+    return "failed this request" if avoided else str(replica.state)

@@ -157,6 +157,7 @@ class QuietReplica:
 
     def __init__(self, id: str, info: EngineInfo) -> None:
         self.id = id
+        self.restarts = True
         self.state = ReplicaState.READY
         self.info: EngineInfo | None = info
         self.load: Load | None = None

@@ -72,6 +72,7 @@ class StubReplica:
             max_batch_tokens=512,
         )
         self.load: Load | None = Load(0, 0, 0, 0, 0, 1024, 0, 0, 0, 0)
+        self.restarts = True
         self.down_reason: str | None = None
         self.degraded: tuple[str, ...] = ()
         self.tells_events = True
@@ -206,7 +207,9 @@ class Lab:
         chat = self.body() if body is None else body
         drawn = sampling or Sampling(max_tokens=200, temperature=0.0)
         async with self.gateway.dispatcher.generate(
-            lambda: self.gateway.path.plan_chat(chat, CALLER), lambda plan, info: drawn, arrived=time.monotonic()
+            lambda avoid: self.gateway.path.plan_chat(chat, CALLER, avoid),
+            lambda plan, info: drawn,
+            arrived=time.monotonic(),
         ) as generation:
             async for _ in generation:
                 pass

@@ -77,7 +77,7 @@ def test_nothing_is_asked_while_users_wait_and_what_runs_ends_when_one_comes(lab
 
         # While one user's request is in hand, nothing is begun.
         async with lab.gateway.dispatcher.generate(
-            lambda: lab.gateway.path.plan_chat(lab.body(ids=MOVED), CALLER),
+            lambda avoid: lab.gateway.path.plan_chat(lab.body(ids=MOVED), CALLER, avoid),
             lambda plan, info: Sampling(max_tokens=50, temperature=0.0),
             arrived=0.0,
         ):

@@ -1,20 +1,24 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from engine.wire import AllBlocksCleared, BlockRemoved, BlockStored, Load
-from gateway.errors import ReplicaUnavailable
+from engine.wire import AllBlocksCleared, BlockRemoved, BlockStored, Load, StepTiming
+from gateway.errors import ReplicaLost, ReplicaUnavailable
 from gateway.plan import Plan
 from gateway.replicas.base import ReplicaState
 from gateway.routing.placement import place_tokens
 from gateway.routing.router import Candidate, Router
+from gateway.stats.cost import PrefillCost
 
 QuietReplica = Callable[..., Any]
+STEP = StepTiming(64, 2016, 0, 0, 0.064)
 KEYS = tuple(bytes([number]) * 16 for number in range(6))
 
 
@@ -32,6 +36,7 @@ def make_router(*replicas: Any, slowness: dict[str, float] | None = None) -> Rou
     router = Router(lambda id: Linear((slowness or {}).get(id, 1.0)))
     for replica in replicas:
         router.on_ready(replica, replica.info)
+        router.on_step(replica, STEP, load(0))
     return router
 
 
@@ -202,3 +207,158 @@ def test_somebody_may_always_take_the_next_request(quiet_replica: QuietReplica) 
         entered.append(flight)
     for flight in entered:
         flight.__exit__(None, None, None)
+
+
+# --- failing, drained, unmeasured and drawn replicas ---------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def remote_router(clock: Clock, *replicas: Any) -> Router:
+    """Of replicas that report nothing of their steps, each its own server."""
+    router = Router(lambda id: PrefillCost(), clock=clock, draw=random.Random(3))
+    for replica in replicas:
+        replica.restarts = False
+        router.on_ready(replica, replica.info)
+    return router
+
+
+def fail(router: Router, replica_id: str, times: int) -> None:
+    for _ in range(times):
+        with pytest.raises(ReplicaLost), router.dispatch(plan(replica_id)):
+            raise ReplicaLost("gone", produced=False)
+
+
+def ids(router: Router) -> set[str]:
+    return {candidate.replica_id for candidate in router.candidates()}
+
+
+def test_q8_a_replica_that_fails_everything_is_left_alone_although_it_looks_well(quiet_replica: QuietReplica) -> None:
+    clock = Clock()
+    bad, good = quiet_replica("bad"), quiet_replica("good")
+    router = remote_router(clock, bad, good)
+    fail(router, "bad", 3)
+    assert ids(router) == {"good"}
+    router.on_down(bad, "lost")
+    router.on_ready(bad, bad.info)  # it is only looked at: it answered that before too
+    assert ids(router) == {"good"}
+    clock.now += 1
+    warm(router, good)
+    assert place(router).replica_id == "bad", "the probe goes before a cache"
+    with router.dispatch(plan("bad")) as flight:
+        assert ids(router) == {"good"}, "one probe at a time"
+        flight.prefilled()
+    assert ids(router) == {"bad", "good"}
+    assert router.view("bad").breaker == "closed"
+
+
+def test_q8_when_all_fail_callers_are_told_when_to_come_back(quiet_replica: QuietReplica) -> None:
+    router = remote_router(Clock(), quiet_replica("a"), quiet_replica("b"))
+    for id in ("a", "b"):
+        fail(router, id, 3)
+    with pytest.raises(ReplicaUnavailable, match="failed 3 requests in a row") as caught:
+        router.candidates()
+    assert caught.value.retry_after == 1
+
+
+def test_an_engine_that_was_started_again_owes_nothing_for_its_former_life(quiet_replica: QuietReplica) -> None:
+    engine = quiet_replica("engine-0")
+    router = make_router(engine)
+    fail(router, "engine-0", 3)
+    with pytest.raises(ReplicaUnavailable):
+        router.candidates()
+    router.on_ready(engine, engine.info)
+    assert ids(router) == {"engine-0"}
+
+
+def test_a_drained_replica_gets_nothing_new_until_it_is_resumed(quiet_replica: QuietReplica) -> None:
+    router = make_router(quiet_replica("engine-0"), quiet_replica("engine-1"))
+    with router.dispatch(plan("engine-0")):
+        router.drain("engine-0")
+        assert ids(router) == {"engine-1"}
+        assert router.view("engine-0").in_flight == 1
+    router.drain("engine-1")
+    with pytest.raises(ReplicaUnavailable, match="drained by the operator"):
+        router.candidates()
+    router.resume("engine-0")
+    assert ids(router) == {"engine-0"}
+
+
+def test_replicas_to_avoid_are_no_candidates(quiet_replica: QuietReplica) -> None:
+    router = make_router(quiet_replica("engine-0"), quiet_replica("engine-1"))
+    assert [candidate.replica_id for candidate in router.candidates({"engine-0"})] == ["engine-1"]
+    with pytest.raises(ReplicaUnavailable, match="failed this request"):
+        router.candidates({"engine-0", "engine-1"})
+
+
+def serve(router: Router, clock: Clock, replica_id: str, tokens: int, seconds: float, cached: int = 0) -> None:
+    with router.dispatch(plan(replica_id, tokens, cached)) as flight:
+        clock.now += seconds
+        flight.prefilled()
+        flight.told(cached)
+
+
+def test_what_remote_replicas_cost_is_learned_from_when_their_answers_begin(quiet_replica: QuietReplica) -> None:
+    clock = Clock()
+    router = remote_router(clock, quiet_replica("fast"), quiet_replica("slow"), quiet_replica("unknown"))
+    assert router.view("slow").curve_from == "nominal"
+    for tokens in (200, 400, 800, 1600):
+        serve(router, clock, "fast", tokens, tokens * 1e-4)
+        serve(router, clock, "slow", tokens, tokens * 1e-3)
+        serve(router, clock, "fast", tokens, tokens * 0.5e-4, cached=tokens // 2)
+    costs = {candidate.replica_id: candidate.expected_seconds(1000, 0) for candidate in router.candidates()}
+    assert costs["fast"] == pytest.approx(0.1, rel=0.2)
+    assert costs["slow"] == pytest.approx(1.0, rel=0.2)
+    assert costs["unknown"] in (costs["fast"], costs["slow"]), "one that was not measured is as the others are"
+    assert router.view("slow").curve_from == "ttft"
+
+
+def test_what_waits_before_a_request_is_no_fault_of_its_prompt(quiet_replica: QuietReplica) -> None:
+    clock = Clock()
+    router = remote_router(clock, quiet_replica("a"))
+    for _ in range(20):
+        with ExitStack() as stack:
+            flights = [stack.enter_context(router.dispatch(plan("a", 500))) for _ in range(4)]
+            for flight in flights:
+                clock.now += 0.05  # one after the other, a tenth of a millisecond a token
+                flight.prefilled()
+                flight.told(0)
+    (candidate,) = router.candidates()
+    assert candidate.expected_seconds(500, 0) == pytest.approx(0.05, rel=0.25)
+
+
+def test_noise_in_what_was_measured_prefers_nobody(quiet_replica: QuietReplica) -> None:
+    clock = Clock()
+    names = ["a", "b", "c"]
+    router = remote_router(clock, *map(quiet_replica, names))
+    for number, name in enumerate(names):
+        for tokens in (200, 400, 800):
+            serve(router, clock, name, tokens, tokens * 1e-3 * (1 + 0.1 * number))
+    chosen = []
+    for _ in range(6):
+        chosen.append(place(router).replica_id)
+        serve(router, clock, chosen[-1], 64, 0.064)
+    assert Counter(chosen) == dict.fromkeys(names, 2)
+
+
+def test_under_load_two_drawn_replicas_and_the_one_that_holds_most_are_looked_at(quiet_replica: QuietReplica) -> None:
+    replicas = [quiet_replica(f"engine-{number}") for number in range(8)]
+    router = make_router(*replicas)
+    with ExitStack() as stack:
+        for replica in replicas:
+            for _ in range(5):
+                stack.enter_context(router.dispatch(plan(replica.id))).prefilled()
+        drawn = [{c.replica_id for c in router.candidates() if c.drawn} for _ in range(20)]
+        assert {len(pair) for pair in drawn} == {2}
+        assert len(set().union(*drawn)) > 4
+        warm(router, replicas[6])
+        assert {place(router).replica_id for _ in range(20)} == {"engine-6"}
+        for replica in replicas:
+            warm(router, replica)  # what all hold attracts nobody
+        assert len({place(router).replica_id for _ in range(20)}) > 2

@@ -23,6 +23,7 @@ class FakeReplica:
     def __init__(self, name: str = "engine-0") -> None:
         self.id = name
         self.state = ReplicaState.READY
+        self.restarts = True
         self.down_reason: str | None = None
         self.info: EngineInfo | None = None
         self.load: Load | None = None
