@@ -15,6 +15,7 @@ __all__ = [
     "DEFAULT_TENANT",
     "AdminConfig",
     "ApiKey",
+    "AttributionConfig",
     "CanonicalConfig",
     "ClassConfig",
     "Config",
@@ -29,6 +30,7 @@ __all__ = [
     "QualityTemplateConfig",
     "RedisConfig",
     "ReplicaConfig",
+    "SavingsConfig",
     "ServerConfig",
     "TemplateConfig",
     "TenantConfig",
@@ -237,6 +239,33 @@ class WhatIfConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_share: Annotated[float, Meta(gt=0, le=1)] = 0.02
 
 
+class AttributionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[attribution]``: why prompt tokens were not in the cache, token by token, while it happens.
+
+    ``show_text``: ``GET /admin/misses`` shows the operator texts of prompts, else only their shape, letters and digits
+    blotted out. ``remembered_tokens`` of recent prompts are kept to hold others against, 4 to 11 bytes each; with less
+    of them than the caches hold, what was evicted counts as never seen. Of ``documents`` so many are kept apart in each
+    span of time.
+    """
+
+    enabled: bool = True
+    show_text: bool = False
+    remembered_tokens: Annotated[int, Meta(ge=1024)] = 4_000_000
+    documents: Annotated[int, Meta(ge=1, le=10_000)] = 128
+
+
+class SavingsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[savings]``: how saved prefill time is checked, and what it is worth.
+
+    ``holdout`` is the share of requests that are kept from the cache, so that estimates can be held against what is
+    measured. ``gpu_hour_price`` is what an hour of a replica costs, in ``currency``; without it no money is shown.
+    """
+
+    holdout: _Share = 0.0
+    gpu_hour_price: Annotated[float, Meta(gt=0)] | None = None
+    currency: Annotated[str, Meta(pattern=r"^[A-Z]{3}$")] = "USD"
+
+
 class QualityTemplateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[quality.templates.NAME]``: what is otherwise for a template; ``unregistered`` has a name too."""
 
@@ -299,5 +328,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitsConfig = LimitsConfig()
     trace: TraceConfig = TraceConfig()
     whatif: WhatIfConfig = WhatIfConfig()
+    attribution: AttributionConfig = AttributionConfig()
+    savings: SavingsConfig = SavingsConfig()
     quality: QualityConfig = QualityConfig()
     secret: str | None = None

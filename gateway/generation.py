@@ -13,6 +13,7 @@ import msgspec
 import structlog
 
 from engine.wire import EngineInfo, Output, Sampling
+from gateway.accounting import Account, Accounting
 from gateway.config import ClassConfig, TenantConfig
 from gateway.errors import (
     GenerationError,
@@ -24,10 +25,7 @@ from gateway.errors import (
 )
 from gateway.plan import Plan
 from gateway.replicas.base import CountedOutput, GenerationRequest, Replica, ReplicaState
-from gateway.routing.flight import Flight
 from gateway.routing.router import Router
-from gateway.stats.record import RequestRecord
-from gateway.stats.statistics import Statistics
 
 __all__ = ["Answer", "Dispatcher", "Generation", "Planner", "SamplingChoice", "Terms"]
 
@@ -171,7 +169,7 @@ class Dispatcher:
         self,
         replicas: Mapping[str, Replica],
         router: Router,
-        statistics: Statistics,
+        accounting: Accounting,
         *,
         max_queue: int,
         timeout_s: float,
@@ -184,7 +182,7 @@ class Dispatcher:
         """
         self._replicas: Final = replicas
         self._router: Final = router
-        self._statistics: Final = statistics
+        self._accounting: Final = accounting
         self._max_queue: Final = max_queue
         self._timeout_s: Final = timeout_s
         self._on_served: Final = on_served
@@ -209,7 +207,7 @@ class Dispatcher:
         self.active += 1
         if self._on_load is not None:
             self._on_load()
-        account = _Account(self._statistics, arrived)
+        account = self._accounting.open(arrived)
         try:
             async with asyncio.timeout(self._timeout_s), AsyncExitStack() as stack:
                 account.generation = await self._open(planner, sampling, terms, stack, account)
@@ -238,7 +236,7 @@ class Dispatcher:
                 self._on_served(account.generation)
 
     async def _open(
-        self, planner: Planner, sampling: SamplingChoice, terms: Terms, stack: AsyncExitStack, account: _Account
+        self, planner: Planner, sampling: SamplingChoice, terms: Terms, stack: AsyncExitStack, account: Account
     ) -> Generation:
         """Wait for the first output; when a replica fails before it, try another one."""
         tried: Counter[str] = Counter()
@@ -270,12 +268,13 @@ class Dispatcher:
         sampling: SamplingChoice,
         terms: Terms,
         stack: AsyncExitStack,
-        account: _Account,
+        account: Account,
         avoid: Set[str],
     ) -> Generation:
         plan = planner(avoid)
         replica = self._replicas[plan.replica_id]
         assert replica.info is not None, "the router chooses among replicas that are ready"
+        plan = account.planned(plan, replica.info)
         request = GenerationRequest(
             plan.token_ids,
             plan.root,
@@ -287,7 +286,6 @@ class Dispatcher:
             plan.tenant,
             terms.tenant.max_cached_blocks,
         )
-        account.plan = plan
         async with AsyncExitStack() as attempt:
             flight = account.flight = attempt.enter_context(self._router.dispatch(plan))
             outputs = await attempt.enter_async_context(aclosing(replica.generate(request)))
@@ -312,54 +310,3 @@ class Dispatcher:
                 break
             await asyncio.sleep(_POLL_S)
         raise ReplicaUnavailable("The engine was lost and has not come back yet; try again.")
-
-
-class _Account:
-    """Turns one request into one record, once."""
-
-    def __init__(self, statistics: Statistics, arrived: float) -> None:
-        self._statistics = statistics
-        self.arrived: Final = arrived
-        self.plan: Plan | None = None
-        self.flight: Flight | None = None
-        self.generation: Generation | None = None
-
-    def tell(self) -> None:
-        """Let the router know what the replica has said of its cache."""
-        if self.flight is not None and self.generation is not None:
-            self.flight.told(self.generation.cached_tokens)
-
-    @property
-    def replica_id(self) -> str:
-        return self.plan.replica_id if self.plan is not None else "none"
-
-    def close(self, status: str) -> None:
-        """Record the request; one that was never planned leaves no record."""
-        plan, generation = self.plan, self.generation
-        if plan is None:
-            return
-        prompt = cached = completion = 0
-        ttft_s, prefill_s, saved_s = None, 0.0, 0.0
-        if generation is not None:
-            prompt, cached, completion = (
-                generation.prompt_tokens,
-                generation.cached_tokens or 0,
-                generation.completion_tokens,
-            )
-            ttft_s, prefill_s = generation.ttft_s, generation.prefill_s
-            saved_s = self._statistics.prefill_cost(plan.replica_id).saved(prompt, cached)
-        self._statistics.record(
-            RequestRecord(
-                finished_at=time.time(),
-                tenant=plan.tenant,
-                template=plan.template,
-                replica=plan.replica_id,
-                status=status,
-                prompt_tokens=prompt,
-                cached_tokens=cached,
-                completion_tokens=completion,
-                ttft_s=ttft_s,
-                prefill_s=prefill_s,
-                saved_prefill_s=saved_s,
-            )
-        )

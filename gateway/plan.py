@@ -5,16 +5,20 @@ The API sends it, ``/v1/explain`` shows it, offline analysis sums it up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
+from gateway.attribution.part import Part
 from gateway.canonical.learning.observation import Observation
 from gateway.canonical.sighting import Sighting
 from gateway.config import OrderMode
 
-__all__ = ["Arm", "Caller", "Change", "Comparison", "OrderDecision", "Plan"]
+__all__ = ["Anatomy", "Arm", "Caller", "Change", "Comparison", "OrderDecision", "Plan"]
+
+Anatomy = Callable[[], tuple[Sequence[Part], Sequence[int]]]
+"""Takes a prompt apart: what it is made of, and where each part ends, in tokens."""
 
 Arm = Literal["reordered", "preserved"]
 """The side of a hold-out on which a request is."""
@@ -70,6 +74,7 @@ class Plan(msgspec.Struct, frozen=True):
     that ``replica_id`` is believed to hold. ``order`` is the document order that was applied (``none`` without
     documents), ``document_ids`` the documents as laid out. ``template`` is the registered template's name or
     ``unregistered``. ``note`` says why nothing was done when nothing was done, or why the documents kept their order.
+    ``held_out``: it is kept from the cache to see what its prefill takes. ``anatomy`` is that of a chat's prompt.
     ``arm`` and ``comparison`` are what the quality gate wants of this request, None for most.
     ``observation`` and ``sighting`` are what may be learned from the request once it is answered, if anything.
     """
@@ -86,6 +91,8 @@ class Plan(msgspec.Struct, frozen=True):
     changes: tuple[Change, ...] = ()
     note: str | None = None
     use_cache: bool = True
+    held_out: bool = False
+    anatomy: Anatomy | None = None
     observation: Observation | None = None
     sighting: Sighting | None = None
     arm: Arm | None = None

@@ -5,7 +5,7 @@ The API sends what comes out; explaining and offline analysis walk the same road
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, Final, Protocol
@@ -13,6 +13,8 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from cache_policy.keys import Namespace, derive_root
+from gateway.attribution.part import Part
+from gateway.attribution.parts import locate, prompt_parts
 from gateway.canonical.layout import Layout
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Observation
@@ -24,7 +26,7 @@ from gateway.canonical.sighting import Scope, Sighting
 from gateway.canonical.templates import UNREGISTERED, FilledTemplate
 from gateway.config import CanonicalConfig, OrderMode, TemplateConfig
 from gateway.errors import InvalidRequestError, ModelNotFoundError
-from gateway.plan import Arm, Caller, Change, Comparison, OrderDecision, Plan
+from gateway.plan import Anatomy, Arm, Caller, Change, Comparison, OrderDecision, Plan
 from gateway.prompt import PromptRenderer
 from gateway.routing.placement import (
     OrderWish,
@@ -128,6 +130,7 @@ class RequestPath:
             comparison=self._comparison(canonical.layout, body) if decision.compared and _moved(placement) else None,
             observation=canonical.observation,
             sighting=weighed.sighting,
+            anatomy=partial(self._anatomy, canonical, placement),
         )
 
     def weigh_chat(self, body: ChatRequest, caller: Caller, avoid: Set[str] = frozenset()) -> WeighedChat:
@@ -193,6 +196,13 @@ class RequestPath:
             return OrderDecision(canonical.order)
         return self._order_rule(canonical.template, canonical.order, body, caller)
 
+    def _anatomy(self, canonical: CanonicalPrompt, placement: Placement) -> tuple[Sequence[Part], Sequence[int]]:
+        prompt, layout = placement.prompt, canonical.layout
+        assert prompt is not None, "a chat was rendered"
+        documents = [layout.documents[index] for index in placement.order]
+        parts = prompt_parts(layout, documents, canonical.filled, prompt.text)
+        return parts, self._renderer.begun_before(prompt, locate(parts, prompt.text))
+
     def _comparison(self, layout: Layout, body: ChatRequest) -> Comparison:
         gold = body.headstart.gold if body.headstart is not None else None
         return Comparison(partial(self._application_prompt, layout), tuple(gold or ()))
@@ -234,6 +244,7 @@ def _plan(
     arm: Arm | None = None,
     comparison: Comparison | None = None,
     sighting: Sighting | None = None,
+    anatomy: Anatomy | None = None,
 ) -> Plan:
     return Plan(
         token_ids=placement.token_ids,
@@ -252,6 +263,7 @@ def _plan(
         arm=arm,
         comparison=comparison,
         sighting=sighting,
+        anatomy=anatomy,
     )
 
 

@@ -13,6 +13,8 @@ import structlog
 
 from cache_policy.keys import token_bytes
 from engine.wire import EngineInfo
+from gateway.accounting import Accounting
+from gateway.attribution.live import LiveAttribution
 from gateway.attribution.memory import TokenMemory
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.proposals import TemplateProposals
@@ -41,9 +43,6 @@ from gateway.template_store import TemplateStore
 
 __all__ = ["Gateway", "configured_gateway"]
 
-_REMEMBERED_TOKENS: Final = 1_000_000
-"""Tokens of recent prompts that are kept to explain where a prompt leaves them: 4 MB, up to 11 with short ones."""
-
 _log = structlog.get_logger("headstart.gateway")
 
 
@@ -71,13 +70,14 @@ class Gateway:
         self.renderer: Final = PromptRenderer(folder)
         secret = _secret(config)
         self.quality: Final = QualityGate(config.quality, model=model, secret=secret)
-        self.statistics: Final = Statistics(config.redis, replicas, companions=(self.quality,))
+        self.statistics: Final = Statistics(config.redis, replicas, companions=(self.quality,), savings=config.savings)
         self.router: Final = Router(self.statistics.prefill_cost, config.index)
         self.eviction: Final = EvictionControl(self.replicas, config.engine.policy)
         self.whatif: Final = self._ghosts(config.whatif) if config.whatif.enabled else None
         self.recorder: Final = TraceRecorder(config.trace) if config.trace.folder is not None else None
         self.learner: Final = TemplateLearner()
-        self.prompts: Final = TokenMemory(_REMEMBERED_TOKENS)
+        self.prompts: Final = TokenMemory(config.attribution.remembered_tokens)
+        self.attribution: Final = LiveAttribution(self.prompts) if config.attribution.enabled else None
         self.proposals: Final = TemplateProposals(self.learner, config.canonical.hoist)
         self.path: Final = RequestPath(
             model=model,
@@ -94,7 +94,12 @@ class Gateway:
         self.dispatcher: Final = Dispatcher(
             self.replicas,
             self.router,
-            self.statistics,
+            Accounting(
+                self.statistics,
+                self.attribution,
+                elsewhere=self.router.held_elsewhere,
+                holdout=config.savings.holdout,
+            ),
             max_queue=config.limits.max_queue,
             timeout_s=config.limits.request_timeout_s,
             on_served=self._follow,
@@ -111,6 +116,8 @@ class Gateway:
             replica.observe(self.statistics)  # before the router, whose choices read its cost curves
             replica.observe(self.router)
             replica.observe(self.eviction)
+            if self.attribution is not None:
+                replica.observe(self.attribution)
             if self.whatif is not None:
                 replica.observe(self.whatif)
 
@@ -187,14 +194,15 @@ class Gateway:
         self.shadows.offer(generation)
         plan = generation.plan
         info = self.replicas[plan.replica_id].info
-        if not plan.use_cache or info is None:
+        if info is None or not (plan.use_cache or plan.held_out):
             return
         if plan.observation is not None:
             self.learner.observe(plan.observation.source, plan.observation.text)
-        self.prompts.remember(plan.root, token_bytes(plan.token_ids), 0)
+        if self.attribution is None and plan.use_cache:
+            self.prompts.remember(plan.root, token_bytes(plan.token_ids), 0)
         if plan.sighting is not None:
             self.path.popularity.observe(plan.sighting)
-        if self.whatif is not None:
+        if self.whatif is not None and plan.use_cache:
             self.whatif.observe(plan.replica_id, plan.keys, generation.prompt_tokens, generation.cached_tokens or 0)
         if self.recorder is not None:
             self.recorder.record(

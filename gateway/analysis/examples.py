@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from gateway.attribution.causes import Example, Occurrence
-from gateway.attribution.parts import Part
+from gateway.attribution.part import Part
 from gateway.prompt import PromptRenderer, PromptText
 
 __all__ = ["EXCERPT_CHARS", "ShownPrompt", "show"]

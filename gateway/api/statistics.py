@@ -1,23 +1,46 @@
 """The statistics for programs: JSON for people's own tools, and Prometheus.
 
-Both belong to the operator: whoever mounts them guards them. They take a dependency named ``statistics`` and one
-named ``exposition``.
+All belong to the operator: whoever mounts them guards them. They take dependencies named ``statistics``,
+``exposition`` and ``gateway``.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from typing import Annotated, Final
 
 from litestar import Response, get
 from litestar.di import NamedDependency
 from litestar.params import FromQuery, QueryParameter
 
-from gateway.stats.aggregate import KEEP_MINUTES
+from gateway.errors import InvalidRequestError
+from gateway.service import Gateway
 from gateway.stats.metrics import CONTENT_TYPE, Exposition
+from gateway.stats.misses import MissReport, miss_report
 from gateway.stats.snapshot import Grouping, Snapshot
 from gateway.stats.statistics import Statistics
+from gateway.stats.timeline import KEEP_MINUTES, LONGEST_WINDOW_MINUTES
 
-__all__ = ["admin_stats", "prometheus"]
+__all__ = ["admin_misses", "admin_stats", "prometheus", "window_minutes"]
+
+_WINDOW: Final = re.compile(r"([1-9][0-9]{0,8})([mhd]?)")
+_Window = Annotated[str | None, QueryParameter(pattern=rf"^({_WINDOW.pattern}|all)$")]
+_MINUTES: Final = {"": 1, "m": 1, "h": 60, "d": 24 * 60}
+
+
+def window_minutes(window: str | None) -> int | None:
+    """The minutes of a window such as ``5m``, ``24h``, ``30d`` or ``90`` (minutes); None for everything ever counted.
+
+    Raises ``InvalidRequestError`` for more than thirty days.
+    """
+    if window is None or window == "all":
+        return None
+    match = _WINDOW.fullmatch(window)
+    assert match is not None, "the route's pattern has let it pass"
+    minutes = int(match[1]) * _MINUTES[match[2]]
+    if minutes > LONGEST_WINDOW_MINUTES:
+        raise InvalidRequestError(f"window {window}: the longest is 30d; or all.", param="window")
+    return minutes
 
 
 @get("/admin/stats", sync_to_thread=False)
@@ -25,14 +48,27 @@ def admin_stats(
     statistics: NamedDependency[Statistics],
     minutes: Annotated[int, QueryParameter(ge=0, le=KEEP_MINUTES)] = 60,
     by: FromQuery[Grouping | None] = None,
-    window: Annotated[int | None, QueryParameter(ge=1, le=KEEP_MINUTES)] = None,
+    window: _Window = None,
 ) -> Snapshot:
-    """Totals over all gateways and per template, tenant and replica, at most 2 s old.
+    """Totals over all gateways and per template, tenant, model and replica, at most 2 s old.
 
     ``minutes`` is the number of minute rows, ``by`` adds figures per label to each of them, ``window`` restricts the
-    totals to the last so many minutes (default: everything ever counted).
+    totals to the last so many minutes, hours or days (default: everything ever counted).
     """
-    return statistics.snapshot(window_minutes=window, minutes=minutes, by=by)
+    return statistics.snapshot(window_minutes=window_minutes(window), minutes=minutes, by=by)
+
+
+@get("/admin/misses", sync_to_thread=False)
+def admin_misses(gateway: NamedDependency[Gateway], window: _Window = None) -> MissReport:
+    """Why prompt tokens were not cached, over all gateways by cause and template; examples are this gateway's."""
+    minutes = window_minutes(window)
+    return miss_report(
+        gateway.statistics.window(minutes),
+        minutes,
+        None if gateway.attribution is None else gateway.attribution.examples,
+        gateway.renderer.decode,
+        show_text=gateway.config.attribution.show_text,
+    )
 
 
 @get("/metrics", sync_to_thread=False)

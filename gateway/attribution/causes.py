@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, get_args
+from typing import Final, NamedTuple, get_args
 
 import msgspec
 
 from gateway.attribution.history import Cause, Verdict
 
-__all__ = ["CAUSES", "CauseRow", "CauseTable", "Example", "Loss", "Occurrence", "Sighting", "attribute"]
+__all__ = ["CAUSES", "CauseRow", "CauseTable", "Example", "Loss", "Occurrence", "Run", "Sighting", "attribute", "runs"]
 
 CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
 """All causes, as they are called everywhere."""
@@ -43,11 +43,32 @@ class Loss(msgspec.Struct, frozen=True):
     part: int
 
 
+class Run(NamedTuple):
+    """The tokens from ``start`` to ``end`` were missed for one cause."""
+
+    cause: Cause
+    start: int
+    end: int
+
+
 def attribute(sighting: Sighting, verdicts: Sequence[Verdict]) -> list[Loss]:
     """Give every token of the prompt that was not cached one cause; the losses are in order of appearance.
 
     ``verdicts`` are those of its parts (``PartHistory.judge``). The tokens of all losses sum up to what was missed.
     """
+    tokens: dict[Cause, int] = {}
+    longest: dict[Cause, tuple[int, int]] = {}  # tokens, first of them
+    for cause, start, end in runs(sighting, verdicts):
+        tokens[cause] = tokens.get(cause, 0) + end - start
+        longest[cause] = max(longest.get(cause, (0, 0)), (end - start, start), key=lambda run: run[0])
+    return [
+        Loss(cause, lost, longest[cause][1], _part_at(sighting.ends, longest[cause][1]))
+        for cause, lost in tokens.items()
+    ]
+
+
+def runs(sighting: Sighting, verdicts: Sequence[Verdict]) -> list[Run]:
+    """The tokens that were not cached, from the first to the last, cut where their cause changes."""
     length, ends = sighting.length, sighting.ends
     edges: list[tuple[Cause, int]] = []
     if sighting.bypass:
@@ -68,15 +89,13 @@ def attribute(sighting: Sighting, verdicts: Sequence[Verdict]) -> list[Loss]:
                 edges.append((verdict.cause, end))
             start = end
         edges.append(("never_seen", length))
-    tokens: dict[Cause, int] = {}
-    longest: dict[Cause, tuple[int, int]] = {}  # tokens, first of them
+    found = []
     at = sighting.cached
     for cause, end in edges:
         if end > at:
-            tokens[cause] = tokens.get(cause, 0) + end - at
-            longest[cause] = max(longest.get(cause, (0, 0)), (end - at, at), key=lambda run: run[0])
+            found.append(Run(cause, at, end))
             at = end
-    return [Loss(cause, lost, longest[cause][1], _part_at(ends, longest[cause][1])) for cause, lost in tokens.items()]
+    return found
 
 
 def _part_at(ends: Sequence[int], token: int) -> int:

@@ -14,7 +14,7 @@ from typing import Final, Literal, get_args
 import msgspec
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from gateway.attribution.parts import Part
+from gateway.attribution.part import Part
 
 __all__ = ["Cause", "PartHistory", "Verdict"]
 

@@ -13,7 +13,10 @@ import msgspec
 
 from cache_policy.keys import TOKEN_BYTES
 
-__all__ = ["CommonPrefix", "TokenMemory"]
+__all__ = ["AHEAD_TOKENS", "CommonPrefix", "TokenMemory"]
+
+AHEAD_TOKENS: Final = 16
+"""How far one can look ahead where two prompts part."""
 
 _TOKENS_A_PROMPT: Final = 128
 """What a remembered prompt costs besides its tokens, counted in tokens: prompts may be as short as one."""
@@ -22,11 +25,13 @@ _TOKENS_A_PROMPT: Final = 128
 class CommonPrefix(msgspec.Struct, frozen=True):
     """``tokens`` at the start of a prompt are those of an earlier one, whose number is ``serial``.
 
-    Of several that share as much it is one of the latest to leave there; None when nothing was remembered.
+    Of several that share as much it is one of the latest to leave there; None when nothing was remembered. ``ahead``
+    are the next tokens of it, at most ``AHEAD_TOKENS``, as bytes.
     """
 
     tokens: int
     serial: int | None
+    ahead: bytes = b""
 
 
 class _Edge:
@@ -70,7 +75,7 @@ class TokenMemory:
             self._add_leaf(namespace, root, data, serial)
             return CommonPrefix(0, None)
         node, edge, at, common = _walk(root, data)
-        found = _found(node, edge, at + common)
+        found = _found(node, edge, at, common)
         if edge is not None and common < len(edge.data):
             node = self._split(edge, common)
         if at + common < len(data):
@@ -85,7 +90,7 @@ class TokenMemory:
         if root is None:
             return CommonPrefix(0, None)
         node, edge, at, common = _walk(root, data)
-        return _found(node, edge, at + common)
+        return _found(node, edge, at, common)
 
     def _add_leaf(self, namespace: bytes, parent: _Edge, data: bytes, serial: int) -> None:
         if not data:
@@ -142,11 +147,12 @@ def _walk(root: _Edge, data: bytes) -> tuple[_Edge, _Edge | None, int, int]:
         node, at = edge, at + common
 
 
-def _found(node: _Edge, edge: _Edge | None, size: int) -> CommonPrefix:
-    nearest = edge or node
+def _found(node: _Edge, edge: _Edge | None, size: int, common: int) -> CommonPrefix:
+    nearest, at = (node, len(node.data)) if edge is None else (edge, common)
     if edge is None and node.children:
-        nearest = next(reversed(node.children.values()))
-    return CommonPrefix(size // TOKEN_BYTES, nearest.serial)
+        nearest, at = next(reversed(node.children.values())), 0
+    ahead = nearest.data[at : at + AHEAD_TOKENS * TOKEN_BYTES]
+    return CommonPrefix((size + common) // TOKEN_BYTES, nearest.serial, ahead)
 
 
 def _common_bytes(edge: bytes, data: bytes, at: int) -> int:

@@ -7,10 +7,11 @@ every other turn is one. What the chat template writes between two spans counts 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
+from gateway.attribution.part import Part
 from gateway.canonical.documents import Document
 from gateway.canonical.layout import Layout, Pasted
 from gateway.canonical.templates import FilledTemplate
@@ -20,23 +21,6 @@ from gateway.canonical.tools import canonical_tools
 __all__ = ["Part", "locate", "prompt_parts"]
 
 _sorted_json: Final = msgspec.json.Encoder(order="sorted")
-
-Kind = Literal["system", "value", "tools", "document", "metadata", "question", "turn"]
-
-
-class Part(msgspec.Struct, frozen=True):
-    """One span. ``text`` is how it stands in the prompt.
-
-    ``spelling`` is its text after canonicalization where that is another one: a system text normalized, tools sorted.
-    ``fixed`` is the same without the values of fields, for a system text that is not cut at them. ``label`` is the name
-    of a value's field, or the id of a document.
-    """
-
-    kind: Kind
-    text: str
-    spelling: str | None = None
-    fixed: str | None = None
-    label: str = ""
 
 
 def prompt_parts(

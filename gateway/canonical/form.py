@@ -13,7 +13,7 @@ from gateway.errors import ConfigError
 
 __all__ = ["QUESTION", "DocumentForm", "LayoutForm", "split_braces"]
 
-QUESTION: Final = ("Question: ", "")
+QUESTION: Final[tuple[str, str]] = ("Question: ", "")
 """What stands around the question behind documents, where no template says otherwise."""
 
 _TOKEN: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")

@@ -215,6 +215,18 @@ class Router:
         with Flight(state.log, self._clock, plan, self.index) as flight:
             yield flight
 
+    def held_elsewhere(self, plan: Plan) -> int:
+        """How many tokens at the front of a plan's prompt the best of the other ready replicas holds."""
+        most = 0
+        for state in self._states.values():
+            replica = state.replica
+            if replica.id == plan.replica_id or not _is_ready(state) or replica.info is None:
+                continue
+            held, size = self.index.holds(replica.id), replica.info.block_size
+            keys = plan.keys[: (len(plan.token_ids) - 1) // size]  # the last prompt token is always computed
+            most = max(most, size * next((index for index, key in enumerate(keys) if key not in held), len(keys)))
+        return most
+
     # --- inside --------------------------------------------------------------------------------------
 
     def _state_of(self, replica: Replica) -> _ReplicaState:

@@ -1,183 +1,109 @@
-"""Sums in total and per minute: what this gateway has counted itself, and what it must still write to Redis."""
+"""Sums in total, per minute and per hour: what this gateway has counted, and what it must still write to Redis."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 
 import msgspec
 
 from gateway.stats.record import RequestRecord
 from gateway.stats.sums import OTHER, Labels, Sums
+from gateway.stats.timeline import SPANS, Span, Table, Timeline
 
-__all__ = ["KEEP_MINUTES", "Aggregate", "Changes", "Table", "Timeline", "merge"]
-
-KEEP_MINUTES = 24 * 60
-"""How far back minutes are kept, here and in Redis."""
-
-_BLOCK = 10  # minutes that are summed once and then reused
-
-Table = dict[Labels, Sums]
-"""Sums by label."""
-
-
-def merge(tables: Iterable[Table]) -> Table:
-    """Add tables up, label by label, into new sums."""
-    merged: Table = {}
-    for table in tables:
-        for labels, sums in table.items():
-            merged.setdefault(labels, Sums()).add(sums)
-    return merged
-
-
-class Timeline:
-    """Sums per minute and label over the last day. Minutes are Unix time divided by 60.
-
-    Its owner writes through ``cell`` and ``replace``; windows are read at little cost because blocks of ten minutes
-    are summed once and kept until one of their minutes changes.
-    """
-
-    def __init__(self) -> None:
-        self._rows: dict[int, Table] = {}
-        self._blocks: dict[int, tuple[Table, Sums]] = {}
-
-    def __iter__(self) -> Iterator[tuple[int, Table]]:
-        return iter(self._rows.items())
-
-    def cell(self, minute: int, labels: Labels) -> Sums:
-        """The sums of one minute and label, to be changed at once and not kept."""
-        self._blocks.pop(minute // _BLOCK, None)
-        row = self._rows.get(minute)
-        if row is None:
-            self._prune(minute)
-            row = self._rows[minute] = {}
-        sums = row.get(labels)
-        if sums is None:
-            sums = row[labels] = Sums()
-        return sums
-
-    def replace(self, minute: int, row: Table) -> None:
-        """Set the whole row of one minute."""
-        if self._rows.get(minute) == row:
-            return
-        self._blocks.pop(minute // _BLOCK, None)
-        if minute not in self._rows:
-            self._prune(minute)
-        self._rows[minute] = row
-
-    def window(self, last: int, length: int) -> Table:
-        """Sums by label over ``length`` minutes, the last one being ``last``, as a value of its own."""
-        return merge(table for table, _ in self._parts(last - length + 1, last))
-
-    def total(self, last: int, length: int) -> Sums:
-        """The same window over all labels."""
-        return Sums.of(total for _, total in self._parts(last - length + 1, last))
-
-    def _parts(self, first: int, last: int) -> Iterator[tuple[Table, Sums]]:
-        """What a window consists of: blocks where they fit, single minutes elsewhere, each with its total."""
-        minute = first
-        while minute <= last:
-            if minute % _BLOCK == 0 and minute + _BLOCK - 1 <= last:
-                yield self._block(minute // _BLOCK)
-                minute += _BLOCK
-                continue
-            row = self._rows.get(minute)
-            if row is not None:
-                yield row, Sums.of(row.values())
-            minute += 1
-
-    def _block(self, block: int) -> tuple[Table, Sums]:
-        summed = self._blocks.get(block)
-        if summed is None:
-            first = block * _BLOCK
-            table = merge(self._rows[minute] for minute in range(first, first + _BLOCK) if minute in self._rows)
-            summed = self._blocks[block] = table, Sums.of(table.values())
-        return summed
-
-    def _prune(self, newest: int) -> None:
-        oldest = newest - KEEP_MINUTES
-        for minute in [minute for minute in self._rows if minute < oldest]:
-            del self._rows[minute]
-        for block in [block for block in self._blocks if (block + 1) * _BLOCK <= oldest]:
-            del self._blocks[block]
+__all__ = ["Aggregate", "Changes"]
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """Absolute values that changed since they were last taken, encoded as JSON at that moment."""
+    """Absolute values that changed since they were last taken, encoded as JSON at that moment.
+
+    ``rows`` are those of each span of time by the span's number.
+    """
 
     totals: dict[Labels, bytes]
-    minutes: dict[int, dict[Labels, bytes]]
+    rows: Mapping[Span, dict[int, dict[Labels, bytes]]]
 
     def __bool__(self) -> bool:
-        return bool(self.totals or self.minutes)
+        return bool(self.totals or any(self.rows.values()))
 
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Aggregate:
-    """What this process has counted since it started. Owns totals, minutes and the list of unwritten changes.
+    """What this process has counted since it started. Owns totals, timelines and the list of unwritten changes.
 
-    At most ``max_series`` distinct (template, tenant, replica) combinations are kept apart, and half of them for one
-    tenant: templates are learned from what it sends. What comes later is counted under ``other`` of the tenant or, at
-    last, of the replica. A combination never changes its place, so counters only grow.
+    At most ``max_series`` distinct combinations of labels are kept apart, and half of them for one tenant: templates
+    are learned from what it sends. What comes later is counted under ``other`` of the tenant or, at last, of the
+    replica. A combination never changes its place, so counters only grow.
     """
 
     def __init__(self, max_series: int = 512) -> None:
         self.totals: Table = {}
-        self.timeline = Timeline()
+        self.timelines = {span: Timeline(span) for span in SPANS}
         self._max_series = max_series
         self._series: Counter[str] = Counter()  # by tenant
         self._dirty_totals: set[Labels] = set()
-        self._dirty_minutes: dict[int, set[Labels]] = {}
+        self._dirty: dict[Span, dict[int, set[Labels]]] = {span: {} for span in SPANS}
 
     def record(self, record: RequestRecord) -> None:
         """Count one finished request."""
-        labels = self._bounded(Labels(record.template, record.tenant, record.replica))
-        minute = int(record.finished_at // 60)
+        labels = self._bounded(Labels(record.template, record.tenant, record.replica, record.model))
         self.totals[labels].count(record)
-        self.timeline.cell(minute, labels).count(record)
-        self._touch(minute, labels)
+        self._dirty_totals.add(labels)
+        for timeline in self.timelines.values():
+            timeline.cell(self._touched(timeline.span, record.finished_at, labels), labels).count(record)
 
-    def add_engine(self, replica: str, minute: int, *, evictions: int, preemptions: int) -> None:
-        """Count what an engine did by itself."""
+    def add_engine(self, replica: str, at: float, *, evictions: int, preemptions: int) -> None:
+        """Count what an engine did by itself, at Unix time ``at``."""
         labels = self._bounded(Labels(None, None, replica))
-        for sums in (self.totals[labels], self.timeline.cell(minute, labels)):
+        self._dirty_totals.add(labels)
+        cells = [
+            timeline.cell(self._touched(timeline.span, at, labels), labels) for timeline in self.timelines.values()
+        ]
+        for sums in (self.totals[labels], *cells):
             sums.evictions += evictions
             sums.preemptions += preemptions
-        self._touch(minute, labels)
 
     def take_changes(self) -> Changes:
         """What was not written yet; from here on it counts as written (see ``restore``)."""
         totals = {labels: _encode(self.totals[labels]) for labels in self._dirty_totals}
-        rows = dict(self.timeline)
-        minutes = {
-            minute: {labels: _encode(rows[minute][labels]) for labels in dirty}
-            for minute, dirty in self._dirty_minutes.items()
-            if minute in rows
-        }
-        self._dirty_totals, self._dirty_minutes = set(), {}
-        return Changes(totals, minutes)
+        rows = {span: self._encoded(timeline) for span, timeline in self.timelines.items()}
+        self._dirty_totals, self._dirty = set(), {span: {} for span in SPANS}
+        return Changes(totals, rows)
 
     def restore(self, changes: Changes) -> None:
         """Take back changes whose writing failed."""
         self._dirty_totals.update(changes.totals)
-        for minute, row in changes.minutes.items():
-            self._dirty_minutes.setdefault(minute, set()).update(row)
+        for span, rows in changes.rows.items():
+            for number, row in rows.items():
+                self._dirty[span].setdefault(number, set()).update(row)
 
     def restore_all(self) -> None:
         """Everything must be written again: the store has lost it."""
         self._dirty_totals = set(self.totals)
-        self._dirty_minutes = {minute: set(row) for minute, row in self.timeline}
+        self._dirty = {
+            span: {number: set(row) for number, row in timeline} for span, timeline in self.timelines.items()
+        }
 
-    def _touch(self, minute: int, labels: Labels) -> None:
-        self._dirty_totals.add(labels)
-        dirty = self._dirty_minutes.get(minute)
-        if dirty is None:
-            oldest = minute - KEEP_MINUTES
-            self._dirty_minutes = {m: row for m, row in self._dirty_minutes.items() if m >= oldest}
-            dirty = self._dirty_minutes[minute] = set()
-        dirty.add(labels)
+    def _encoded(self, timeline: Timeline) -> dict[int, dict[Labels, bytes]]:
+        rows = timeline.rows
+        return {
+            number: {labels: _encode(rows[number][labels]) for labels in dirty}
+            for number, dirty in self._dirty[timeline.span].items()
+            if number in rows
+        }
+
+    def _touched(self, span: Span, at: float, labels: Labels) -> int:
+        """The number of the time ``at``, where ``labels`` are to be written."""
+        number = span.number(at)
+        dirty = self._dirty[span]
+        if number not in dirty:
+            for old in [known for known in dirty if known < number - span.keep]:
+                del dirty[old]
+            dirty[number] = set()
+        dirty[number].add(labels)
+        return number
 
     def _bounded(self, labels: Labels) -> Labels:
         if labels in self.totals:
@@ -185,9 +111,9 @@ class Aggregate:
         tenant = labels.tenant
         if labels.template is not None and tenant is not None:
             if len(self.totals) >= self._max_series:
-                labels = Labels(OTHER, OTHER, labels.replica)
+                labels = Labels(OTHER, OTHER, labels.replica, labels.model)
             elif self._series[tenant] >= self._max_series // 2:
-                labels = Labels(OTHER, tenant, labels.replica)
+                labels = Labels(OTHER, tenant, labels.replica, labels.model)
             else:
                 self._series[tenant] += 1
         self.totals.setdefault(labels, Sums())

@@ -8,16 +8,25 @@ where ``a`` is the fixed cost of a step (weights read, launches), ``b`` the line
 the only part that grows with what lies before. The three are found by weighted least squares with none of them
 negative; old steps are forgotten exponentially, so that the curve follows the machine, while the warm-up profile
 stays as a weak prior that covers sizes which traffic has not shown for a while.
+
+How far an estimate may be off is told by those of the last requests: each one's prefill is foretold from the curve as
+it was when the request was sent, and held against what was measured.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from bisect import bisect_right
 from collections.abc import Iterable
+from typing import Final
+
+import msgspec
 
 from engine.wire import StepTiming
+from gateway.stats.spread import Spread
 
-__all__ = ["PrefillCost"]
+__all__ = ["Curve", "PrefillCost", "Saving"]
 
 _TOKENS_SCALE = (
     256.0  # brings the three terms of a typical step to the same size, which keeps the equations well conditioned
@@ -27,9 +36,41 @@ _FORGETTING = 0.99  # weight of the past after one more step: a half-life of 69 
 _PROFILE_STEPS = 5.0  # the profile counts like so many live steps, for ever
 _ROBUST_LIMIT = 0.5  # relative error from which a step's weight falls (a paused process is not a slow model)
 _NOMINAL_SECONDS_PER_TOKEN = 1e-3
+_SIZES: Final = (128, 512)  # tokens; estimates of short prompts and of long ones are not equally good
 
 _Vector = list[float]
 _Matrix = list[list[float]]
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """A prefill-cost curve at one moment: seconds per step, per token, and per token of context."""
+
+    per_step: float
+    per_token: float
+    per_context: float
+    max_batch_tokens: int
+
+    def seconds(self, tokens: int, context: int) -> float:
+        """As ``PrefillCost.seconds``."""
+        steps = -(-tokens // self.max_batch_tokens)
+        quadratic = tokens * context + tokens * (tokens - 1) / 2
+        return self.per_step * steps + self.per_token * tokens + self.per_context * quadratic
+
+
+class Saving(msgspec.Struct, frozen=True):
+    """An estimate of the prefill seconds that cached tokens made unnecessary; of ten it holds for nine.
+
+    The interval reaches from ``seconds`` - ``below`` to ``seconds`` + ``above``. ``bias`` is how far the curve itself
+    may be off, an error that all requests of its replica share.
+    """
+
+    seconds: float = 0.0
+    below: float = 0.0
+    above: float = 0.0
+    bias: float = 0.0
+
+
+_NOTHING: Final = Saving()
 
 
 class PrefillCost:
@@ -45,6 +86,7 @@ class PrefillCost:
         self._live = _NormalEquations()
         self._coefficients: tuple[float, float, float] | None = None
         self._stale = False
+        self._spreads: Final = tuple(Spread() for _ in range(len(_SIZES) + 1))
 
     @property
     def fitted(self) -> bool:
@@ -97,19 +139,51 @@ class PrefillCost:
         """
         if tokens <= 0:
             return 0.0
-        current = self._fit()
-        if current is None:
-            return tokens * _NOMINAL_SECONDS_PER_TOKEN
-        a, b, c = current
-        steps = -(-tokens // self.max_batch_tokens)
-        return a * steps + b * tokens + c * (tokens * context + tokens * (tokens - 1) / 2)
+        curve = self.curve
+        return tokens * _NOMINAL_SECONDS_PER_TOKEN if curve is None else curve.seconds(tokens, context)
 
-    def saved(self, prompt_tokens: int, cached_tokens: int) -> float:
-        """Seconds of prefill that ``cached_tokens`` at the front of a prompt made unnecessary, never negative."""
-        if cached_tokens <= 0 or not self.fitted:
-            return 0.0
-        rest = self.seconds(prompt_tokens - cached_tokens, cached_tokens)
-        return max(0.0, self.seconds(prompt_tokens, 0) - rest)
+    @property
+    def curve(self) -> Curve | None:
+        """The curve as it is now; None before anything was measured."""
+        current = self._fit()
+        return None if current is None else Curve(*current, self.max_batch_tokens)
+
+    def saved(self, prompt_tokens: int, cached_tokens: int) -> Saving:
+        """What ``cached_tokens`` at the front of a prompt made unnecessary, never negative.
+
+        It is the difference of two estimates, that of the whole prompt and that of its rest; their errors are taken to
+        be independent, which if anything makes the interval wider than it had to be.
+        """
+        curve = self.curve if cached_tokens > 0 else None
+        if curve is None:
+            return _NOTHING
+        left = prompt_tokens - cached_tokens
+        whole, rest = curve.seconds(prompt_tokens, 0), curve.seconds(left, cached_tokens)
+        seconds = max(0.0, whole - rest)
+        spread = self._spread(prompt_tokens)
+        whole_low, whole_high = spread.interval
+        rest_low, rest_high = self._spread(left).interval
+        return Saving(
+            seconds,
+            min(seconds, math.hypot(whole * (1 - whole_low), rest * (rest_high - 1))),
+            math.hypot(whole * (whole_high - 1), rest * (1 - rest_low)),
+            seconds * spread.bias,
+        )
+
+    def interval(self, tokens: int) -> tuple[float, float]:
+        """Of ten prompts of which ``tokens`` are computed, nine take between so many times their estimate."""
+        return self._spread(tokens).interval
+
+    def check(self, tokens: int, estimated: float, measured: float) -> None:
+        """Learn how good estimates are from one request, of which ``tokens`` were computed; all in seconds.
+
+        ``estimated`` must be from before the request, or it has seen what it is to be held against.
+        """
+        if estimated > 0 and measured > 0:
+            self._spread(tokens).add(measured / estimated)
+
+    def _spread(self, tokens: int) -> Spread:
+        return self._spreads[bisect_right(_SIZES, tokens)]
 
     def _fit(self) -> tuple[float, float, float] | None:
         if self._stale:

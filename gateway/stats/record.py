@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
-__all__ = ["RequestRecord"]
+from gateway.attribution.history import Cause
+
+__all__ = ["HeldOut", "RequestRecord"]
+
+
+class HeldOut(msgspec.Struct, frozen=True):
+    """A request that was kept from the cache: what its prefill took, and what had been foretold, in seconds.
+
+    The foretold interval reaches from ``low`` to ``high``.
+    """
+
+    measured: float
+    estimated: float
+    low: float
+    high: float
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
@@ -14,8 +30,12 @@ class RequestRecord(msgspec.Struct, frozen=True):
     counts equal those in the usage field sent to the client; of a request that was cut off they are what it had cost
     so far, 0 before its first output. Times in seconds: ``ttft_s`` from arrival at the
     gateway to the first text or token event (None when there was none), ``prefill_s`` the replica's measured
-    share spent on the prompt, ``saved_prefill_s`` the estimate of what the cached tokens would have cost (see
-    ``gateway.stats.cost``).
+    share spent on the prompt, ``saved_prefill_s`` the estimate of what the cached tokens would have cost, with the
+    errors that ``gateway.stats.cost.Saving`` tells of.
+
+    ``missed`` are the prompt tokens that were not cached, by cause: all of them, or none where attribution is off.
+    ``evicted_ages`` are those of cause ``evicted`` by how long ago that was (``gateway.attribution.ages``); where it is
+    not known they are left out.
     """
 
     finished_at: float
@@ -29,3 +49,10 @@ class RequestRecord(msgspec.Struct, frozen=True):
     ttft_s: float | None
     prefill_s: float
     saved_prefill_s: float
+    saved_below_s: float = 0.0
+    saved_above_s: float = 0.0
+    saved_bias_s: float = 0.0
+    model: str = ""
+    missed: Mapping[Cause, int] = {}
+    evicted_ages: Mapping[int, int] = {}
+    held_out: HeldOut | None = None

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import gateway
 from engine.wire import CacheEvent, EngineInfo, Load, StepTiming
-from gateway.config import RedisConfig
+from gateway.config import RedisConfig, SavingsConfig
 from gateway.replicas.base import Replica
-from gateway.stats.aggregate import KEEP_MINUTES, Aggregate, Table, merge
+from gateway.stats.aggregate import Aggregate
 from gateway.stats.cost import PrefillCost
 from gateway.stats.fleet import Fleet
 from gateway.stats.recent import STEP_S, WINDOW_S, Recent
 from gateway.stats.record import RequestRecord
-from gateway.stats.snapshot import Grouping, MinuteRow, Series, Snapshot, StoreStatus, figures, group, replica_rows
+from gateway.stats.snapshot import (
+    Grouping,
+    MinuteRow,
+    Price,
+    Series,
+    Snapshot,
+    StoreStatus,
+    figures,
+    group,
+    replica_rows,
+)
 from gateway.stats.store import Companion, StatisticsStore
 from gateway.stats.sums import Sums
+from gateway.stats.timeline import HOUR, KEEP_MINUTES, LONGEST_WINDOW_MINUTES, MINUTE, SPANS, Span, Table, merge
 
-__all__ = ["Statistics"]
+__all__ = ["Statistics", "Window"]
 
 
 class Statistics:
@@ -39,6 +52,7 @@ class Statistics:
         replicas: Iterable[Replica] = (),
         *,
         companions: Sequence[Companion] = (),
+        savings: SavingsConfig | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
@@ -47,7 +61,8 @@ class Statistics:
         self.aggregate = Aggregate()
         self.fleet = Fleet()
         self.replicas: dict[str, Replica] = {replica.id: replica for replica in replicas}
-        self._timelines = (self.aggregate.timeline, self.fleet.timeline)
+        self._timelines = {span: (self.aggregate.timelines[span], self.fleet.timelines[span]) for span in SPANS}
+        self._price = Price.of(savings or SavingsConfig())
         self._costs: dict[str, PrefillCost] = {}
         self._counters: dict[str, _EngineCounters] = {}
         self._recent = Recent(Sums(), self.started_at)
@@ -111,8 +126,8 @@ class Statistics:
         evictions, preemptions = load.evictions - counters.evictions, load.preemptions - counters.preemptions
         if evictions > 0 or preemptions > 0:
             counters.evictions, counters.preemptions = load.evictions, load.preemptions
-            minute = int(self._clock() // 60)
-            self.aggregate.add_engine(replica.id, minute, evictions=max(0, evictions), preemptions=max(0, preemptions))
+            evictions, preemptions = max(0, evictions), max(0, preemptions)
+            self.aggregate.add_engine(replica.id, self._clock(), evictions=evictions, preemptions=preemptions)
 
     # --- what is asked ----------------------------------------------------------------------------------
 
@@ -134,58 +149,69 @@ class Statistics:
         ``minutes`` is the number of minute rows (at most a day), ``by`` adds the figures per label to each.
         """
         now = self._clock()
-        table = self._table(now, window_minutes)
+        window = self.window(window_minutes)
+        figure = functools.partial(figures, price=self._price)
         return Snapshot(
             time=now,
             window_s=None if window_minutes is None else window_minutes * 60,
+            since=window.since,
             started_at=self.started_at,
             version=gateway.__version__,
             gateways=1 + self.fleet.live_gateways,
-            totals=figures(Sums.of(table.values())),
-            templates={label: figures(sums) for label, sums in group(table, "template").items()},
-            tenants={label: figures(sums) for label, sums in group(table, "tenant").items()},
-            replicas=replica_rows(table, self.replicas.values()),
-            minutes=self._minute_rows(int(now // 60), min(minutes, KEEP_MINUTES), by),
+            price=self._price,
+            totals=figure(Sums.of(window.table.values())),
+            templates={label: figure(sums) for label, sums in group(window.table, "template").items()},
+            tenants={label: figure(sums) for label, sums in group(window.table, "tenant").items()},
+            models={label: figure(sums) for label, sums in group(window.table, "model").items()},
+            replicas=replica_rows(window.table, self.replicas.values(), self._price),
+            minutes=self._minute_rows(MINUTE.number(now), min(minutes, KEEP_MINUTES), by),
             redis=self.store_status,
         )
 
+    def window(self, minutes: int | None) -> Window:
+        """Sums by label over the last so many minutes, thirty days at most, or (None) over everything ever counted.
+
+        Windows longer than a day are counted in whole hours.
+        """
+        if minutes is None:
+            return Window(None, merge((self.aggregate.totals, self.fleet.totals)))
+        span = MINUTE if minutes <= KEEP_MINUTES else HOUR
+        length = -(-min(minutes, LONGEST_WINDOW_MINUTES) * 60 // span.seconds)
+        last = span.number(self._clock())
+        table = merge(timeline.window(last, length) for timeline in self._timelines[span])
+        return Window((last - length + 1) * span.seconds, table)
+
     def series(self, *, window_minutes: int | None = None) -> Series:
-        """Figures over time for a chart of the window: 10 s, 1 min or 10 min a step, a day at most."""
+        """Figures over time for a chart of the window: 10 s, 1 min, 10 min, or (beyond a day) 6 h a step."""
         now = self._clock()
         if window_minutes is not None and window_minutes * 60 <= WINDOW_S:
             return Series.of(STEP_S, self._recent.steps(self._live_totals()))
-        length = min(window_minutes or KEEP_MINUTES, KEEP_MINUTES)
-        step = 1 if length <= 60 else 10
-        newest = int(now // 60) // step
+        length, span, step = window_minutes or KEEP_MINUTES, MINUTE, 10
+        if length > KEEP_MINUTES:
+            length, span, step = min(length, LONGEST_WINDOW_MINUTES) // 60, HOUR, 6
+        elif length <= 60:
+            step = 1
+        newest = span.number(now) // step
         points = range(newest - length // step + 1, newest + 1)
         return Series.of(
-            step * 60,
-            (
-                (
-                    point * step * 60,
-                    Sums.of(timeline.total(point * step + step - 1, step) for timeline in self._timelines),
-                )
-                for point in points
-            ),
+            step * span.seconds,
+            ((point * step * span.seconds, self._total(span, point * step + step - 1, step)) for point in points),
         )
 
     # --- inside -----------------------------------------------------------------------------------------
 
-    def _table(self, now: float, window_minutes: int | None) -> Table:
-        if window_minutes is None:
-            return merge((self.aggregate.totals, self.fleet.totals))
-        return self._window(int(now // 60), window_minutes)
-
-    def _window(self, last: int, length: int) -> Table:
-        return merge(timeline.window(last, length) for timeline in self._timelines)
+    def _total(self, span: Span, last: int, length: int) -> Sums:
+        return Sums.of(timeline.total(last, length) for timeline in self._timelines[span])
 
     def _minute_rows(self, newest: int, count: int, by: Grouping | None) -> list[MinuteRow]:
         rows = []
         for minute in range(newest - count + 1, newest + 1):
-            total = Sums.of(timeline.total(minute, 1) for timeline in self._timelines)
-            table = self._window(minute, 1) if by else {}
-            groups = {label: figures(sums) for label, sums in group(table, by).items()} if by else None
-            rows.append(MinuteRow.of(minute * 60, total, groups))
+            total = self._total(MINUTE, minute, 1)
+            groups = None
+            if by:
+                table = merge(timeline.window(minute, 1) for timeline in self._timelines[MINUTE])
+                groups = {label: figures(sums, self._price) for label, sums in group(table, by).items()}
+            rows.append(MinuteRow.of(minute * 60, total, groups, self._price))
         return rows
 
     def _live_totals(self) -> Sums:
@@ -197,6 +223,13 @@ class Statistics:
         while True:
             self._recent.observe(self._live_totals(), self._clock())
             await asyncio.sleep(1.0)
+
+
+class Window(NamedTuple):
+    """Sums by label from Unix time ``since`` on, or (None) of all that was ever counted."""
+
+    since: float | None
+    table: Table
 
 
 class _EngineCounters:

@@ -6,11 +6,13 @@ under the configured prefix (``headstart``):
 
 ====================  ======  ====================================================================================
 ``epochs``            zset    epoch -> Unix time of its last write
-``totals:{epoch}``    hash    ``["template","tenant","replica"]`` -> sums as JSON (``gateway.stats.sums.Sums``, zeros
-                              left out); ``flush`` -> number of the last write
-``minute:{minute}``   hash    ``{epoch} ["template","tenant","replica"]`` -> sums of that minute (Unix time // 60);
-                              expires after a day
+``totals:{epoch}``    hash    ``["template","tenant","replica","model"]`` -> sums as JSON (``gateway.stats.sums.Sums``,
+                              zeros left out); ``flush`` -> number of the last write
+``minute:{minute}``   hash    ``{epoch} ["template",…]`` -> sums of that minute (Unix time // 60); expires after a day
 ``minutes``           zset    minute -> Unix time of its last write
+``hour:{hour}``       hash    the same of hours (Unix time // 3600); expires after thirty days
+``hours``             zset    hour -> Unix time of its last write
+``folded``            zset    epoch that was added to the epoch ``archive`` (``gateway.stats.archive``) -> when
 ``{name}:epochs``     zset    for each companion by its name: epoch -> Unix time of its last change
 ``{name}:{epoch}``    hash    what the companion of that epoch has to tell, in absolute values
 ====================  ======  ====================================================================================
@@ -40,10 +42,11 @@ from redis.typing import EncodableT, FieldT
 from gateway.config import RedisConfig
 from gateway.embedded_valkey import EmbeddedValkey, ValkeyUnavailable
 from gateway.errors import ConfigError
-from gateway.stats.aggregate import KEEP_MINUTES, Aggregate, Changes, Table, merge
+from gateway.stats.aggregate import Aggregate, Changes
 from gateway.stats.fleet import Fleet
 from gateway.stats.snapshot import StoreStatus
 from gateway.stats.sums import Labels, Sums
+from gateway.stats.timeline import SPANS, Span, Table, merge
 
 __all__ = ["Companion", "StatisticsStore"]
 
@@ -131,7 +134,7 @@ class StatisticsStore:
         self._written = 0  # number of the last write that was answered
         self._attempted = 0  # number of the last write that was sent
         self._seen_epochs: dict[str, float] = {}
-        self._minutes_since = float("-inf")
+        self._rows_since = float("-inf")
         self._unreadable: str | None = None
         self._logged_state = "starting"
         self._logged_at = float("-inf")
@@ -205,27 +208,32 @@ class StatisticsStore:
         self._attempted += 1
         batch = _Batch(client, self._config.prefix)
         batch.pipe.hget(batch.key(f"totals:{self._epoch}"), _FLUSH_FIELD)
-        for minute, row in changes.minutes.items():
-            fields: _Mapping = {own + b" " + _encode(labels): value for labels, value in row.items()}
-            batch.pipe.hset(batch.key(f"minute:{minute}"), mapping=fields)
-            batch.pipe.expireat(batch.key(f"minute:{minute}"), (minute + KEEP_MINUTES) * 60 + _EXPIRY_MARGIN_S)
-            batch.pipe.zadd(batch.key("minutes"), {str(minute): now})
-        batch.pipe.zremrangebyscore(batch.key("minutes"), "-inf", now - KEEP_MINUTES * 60 - _EXPIRY_MARGIN_S)
+        for span, rows in changes.rows.items():
+            for number, row in rows.items():
+                fields: _Mapping = {own + b" " + _encode(labels): value for labels, value in row.items()}
+                batch.pipe.hset(batch.key(f"{span.name}:{number}"), mapping=fields)
+                expiry = (number + span.keep) * span.seconds + _EXPIRY_MARGIN_S
+                batch.pipe.expireat(batch.key(f"{span.name}:{number}"), expiry)
+                batch.pipe.zadd(batch.key(f"{span.name}s"), {str(number): now})
+            oldest = now - span.keep * span.seconds - _EXPIRY_MARGIN_S
+            batch.pipe.zremrangebyscore(batch.key(f"{span.name}s"), "-inf", oldest)
         totals: _Mapping = {_encode(labels): value for labels, value in changes.totals.items()}
         totals[_FLUSH_FIELD] = b"%d" % self._attempted
         batch.pipe.hset(batch.key(f"totals:{self._epoch}"), mapping=totals)
         batch.pipe.zadd(batch.key("epochs"), {self._epoch: now})
         batch.pipe.zrange(batch.key("epochs"), 0, -1, withscores=True)
-        batch.pipe.zrangebyscore(batch.key("minutes"), self._minutes_since, "+inf")
-        found, *_, epochs, minutes = await batch.send()
+        for span in SPANS:
+            batch.pipe.zrangebyscore(batch.key(f"{span.name}s"), self._rows_since, "+inf")
+        found, *_, epochs, minutes, hours = await batch.send()
         self._written = self._attempted
         self._unreadable = None
         await self._read_epochs(client, {epoch.decode(): score for epoch, score in epochs}, now)
-        await self._read_minutes(client, [int(minute) for minute in minutes])
+        for span, numbers in zip(SPANS, (minutes, hours), strict=True):
+            await self._read_rows(client, span, [int(number) for number in numbers])
         for shared in self._companions:
             if not await shared.exchange(client, self._config.prefix, self._epoch, now):
                 self._unreadable = f"ignored unreadable fields under {self._config.prefix}:"
-        self._minutes_since = now - _CLOCK_SKEW_S
+        self._rows_since = now - _CLOCK_SKEW_S
         return found in expected
 
     async def _read_epochs(self, client: Redis, epochs: dict[str, float], now: float) -> None:
@@ -242,19 +250,20 @@ class StatisticsStore:
         self._fleet.keep_only(set(epochs))
         self._fleet.live_gateways = sum(score > now - _LIVE_S for score in epochs.values())
 
-    async def _read_minutes(self, client: Redis, minutes: list[int]) -> None:
+    async def _read_rows(self, client: Redis, span: Span, numbers: list[int]) -> None:
         own = self._epoch.encode()
-        for chunk in _chunks(minutes):
+        timeline = self._fleet.timelines[span]
+        for chunk in _chunks(numbers):
             batch = _Batch(client, self._config.prefix)
-            for minute in chunk:
-                batch.pipe.hgetall(batch.key(f"minute:{minute}"))
-            for minute, fields in zip(chunk, await batch.send(), strict=True):
+            for number in chunk:
+                batch.pipe.hgetall(batch.key(f"{span.name}:{number}"))
+            for number, fields in zip(chunk, await batch.send(), strict=True):
                 by_epoch: dict[bytes, dict[bytes, bytes]] = {}
                 for key, value in fields.items():
                     epoch, _, labels = key.partition(b" ")
                     if epoch != own:
                         by_epoch.setdefault(epoch, {})[labels] = value
-                self._fleet.timeline.replace(minute, merge(self._table(part) for part in by_epoch.values()))
+                timeline.replace(number, merge(self._table(part) for part in by_epoch.values()))
 
     def _table(self, fields: Mapping[bytes, bytes]) -> Table:
         """Decode labels and sums; what is not ours is left out and reported with the status."""

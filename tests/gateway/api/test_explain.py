@@ -131,7 +131,7 @@ def test_what_is_remembered_is_bounded_and_in_the_metrics(bench: Bench) -> None:
     async def scenario(service: Service) -> None:
         await sent(service, body("10:00", "why?"))
         text = (await service.get("/metrics")).body.decode()
-        assert "# HELP headstart_remembered_prompt_tokens Tokens of recent prompts; at most 1000000." in text
+        assert "# HELP headstart_remembered_prompt_tokens Tokens of recent prompts; at most 4000000." in text
         assert f"headstart_remembered_prompt_tokens {float(service.gateway.prompts.tokens)}" in text
         assert service.gateway.prompts.tokens > 0
 

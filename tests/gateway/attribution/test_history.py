@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from gateway.attribution.history import PartHistory
-from gateway.attribution.parts import Part
+from gateway.attribution.part import Part
 
 RULES = Part("system", "Answer from the documents. ")
 TAIL = Part("system", " That is all.")

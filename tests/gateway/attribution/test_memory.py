@@ -37,7 +37,7 @@ def test_namespaces_know_nothing_of_each_other() -> None:
     memory = TokenMemory(1000)
     memory.remember(b"a", token_bytes([1, 2, 3]), 0)
     assert memory.remember(b"b", token_bytes([1, 2, 3]), 1) == CommonPrefix(0, None)
-    assert memory.remember(b"a", token_bytes([1, 2, 4]), 2) == CommonPrefix(2, 0)
+    assert memory.remember(b"a", token_bytes([1, 2, 4]), 2) == CommonPrefix(2, 0, token_bytes([3]))
 
 
 def test_it_holds_no_more_tokens_than_its_capacity_and_forgets_what_was_unused_longest() -> None:
@@ -72,7 +72,7 @@ def test_to_look_is_not_to_take_in() -> None:
     memory = TokenMemory(1000)
     memory.remember(b"ns", token_bytes([1, 2, 3, 4]), 0)
     for _ in range(2):
-        assert memory.find(b"ns", token_bytes([1, 2, 5])) == CommonPrefix(2, 0)
+        assert memory.find(b"ns", token_bytes([1, 2, 5])) == CommonPrefix(2, 0, token_bytes([3, 4]))
         assert memory.find(b"ns", token_bytes([1, 2, 3, 4, 5])) == CommonPrefix(4, 0)
         assert memory.find(b"other", token_bytes([1])) == CommonPrefix(0, None)
     assert memory.tokens == 4

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.stats.aggregate import KEEP_MINUTES, Aggregate, Timeline, merge
+from gateway.stats.aggregate import Aggregate
 from gateway.stats.record import RequestRecord
 from gateway.stats.snapshot import group
 from gateway.stats.sums import OTHER, Labels, Sums, bucket_bound, quantile
+from gateway.stats.timeline import KEEP_MINUTES, MINUTE, Timeline, merge
 
 
 def record(
@@ -47,7 +48,7 @@ def test_every_grouping_adds_up_to_the_total() -> None:
     for by in ("template", "tenant", "replica"):
         total = Sums.of(group(aggregate.totals, by).values())
         assert (total.requests, total.prompt_tokens) == (300, prompt_tokens)
-    minutes = Sums.of(sums for _, row in aggregate.timeline for sums in row.values())
+    minutes = Sums.of(sums for _, row in aggregate.timelines[MINUTE] for sums in row.values())
     assert msgspec.structs.replace(minutes, prefill_s=0, saved_prefill_s=0, ttft_s=0) == msgspec.structs.replace(
         Sums.of(aggregate.totals.values()), prefill_s=0, saved_prefill_s=0, ttft_s=0
     )
@@ -55,7 +56,7 @@ def test_every_grouping_adds_up_to_the_total() -> None:
 
 @given(st.data())
 def test_windows_equal_the_plain_sum_of_their_minutes_whatever_was_changed_between(data: st.DataObject) -> None:
-    timeline = Timeline()
+    timeline = Timeline(MINUTE)
     plain: dict[tuple[int, Labels], int] = {}
     labels = [Labels(name, "x", "r") for name in "ab"]
     for _ in range(data.draw(st.integers(1, 30))):
@@ -80,8 +81,8 @@ def test_only_the_last_day_of_minutes_is_kept() -> None:
     aggregate = Aggregate()
     for minute in range(KEEP_MINUTES + 500):
         aggregate.record(record(minute * 60.0))
-    assert len(dict(aggregate.timeline)) <= KEEP_MINUTES + 1
-    assert len(aggregate.take_changes().minutes) <= KEEP_MINUTES + 1
+    assert len(dict(aggregate.timelines[MINUTE])) <= KEEP_MINUTES + 1
+    assert len(aggregate.take_changes().rows[MINUTE]) <= KEEP_MINUTES + 1
     assert Sums.of(aggregate.totals.values()).requests == KEEP_MINUTES + 500
 
 
@@ -129,7 +130,7 @@ def test_changes_are_absolute_and_come_back_when_writing_failed() -> None:
     aggregate.restore_all()
     again = aggregate.take_changes()
     assert list(again.totals.values()) == [value]
-    assert list(again.minutes) == [1]
+    assert list(again.rows[MINUTE]) == [1]
 
 
 def test_sums_survive_their_encoding() -> None:

@@ -40,7 +40,7 @@ def test_seconds_count_one_fixed_cost_per_step_of_the_token_budget() -> None:
 def test_saved_is_the_whole_prompt_less_the_rest_behind_the_cached_part() -> None:
     cost = PrefillCost()
     cost.seed(PROFILE, 512)
-    saved = cost.saved(1000, 800)
+    saved = cost.saved(1000, 800).seconds
     assert saved == pytest.approx(cost.seconds(1000, 0) - cost.seconds(200, 800), rel=1e-9)
     assert saved == pytest.approx(A + 800 * B + C * 800 * 799 / 2, rel=1e-6)
 
@@ -48,7 +48,7 @@ def test_saved_is_the_whole_prompt_less_the_rest_behind_the_cached_part() -> Non
 def test_nothing_is_claimed_before_a_measurement() -> None:
     cost = PrefillCost()
     assert not cost.fitted
-    assert cost.saved(1000, 900) == 0.0
+    assert cost.saved(1000, 900).seconds == 0.0
     assert cost.seconds(200, 0) > cost.seconds(100, 0) > 0.0
 
 
@@ -119,4 +119,4 @@ def test_costs_are_monotone_and_savings_lie_between_zero_and_the_whole(
     cached = data.draw(st.integers(0, prompt - 1))
     assert min(cost.coefficients) >= 0.0
     assert cost.seconds(prompt, 0) <= cost.seconds(prompt + 1, 0)
-    assert 0.0 <= cost.saved(prompt, cached) <= cost.seconds(prompt, 0) * (1 + 1e-9)
+    assert 0.0 <= cost.saved(prompt, cached).seconds <= cost.seconds(prompt, 0) * (1 + 1e-9)

@@ -1,0 +1,70 @@
+"""How far estimates are off: an interval that holds nine of ten of what is measured, learned from what was."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from typing import Final
+
+__all__ = ["COVERAGE", "Spread"]
+
+COVERAGE: Final = 0.9
+"""The share of what is measured that intervals are to hold."""
+
+_KEPT: Final = 200
+_ENOUGH: Final = 20
+"""With fewer ratios than that no quantile of one in twenty is known."""
+
+_UNKNOWN: Final = (0.5, 2.0)
+_STEP: Final = 0.02
+_LEAST, _MOST = 0.01, 0.3
+_DRIFT: Final = 0.05  # weight of the latest ratio in the mean: it follows some twenty
+
+
+class Spread:
+    """The ratios of what was measured to what was estimated over the last 200 requests. Owns them.
+
+    The interval lies between two of their quantiles, which are moved with each ratio so that in the long run it holds
+    ``COVERAGE`` of them, even where the machine becomes slower or noisier meanwhile (adaptive conformal inference,
+    Gibbs and Candès 2021).
+    """
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque()
+        self._sorted: list[float] = []
+        self._outside = 1 - COVERAGE  # the share of the kept ratios that the interval leaves out
+        self._mean = 0.0  # of the ratios' logarithms
+        self._variance = 0.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """From so many to so many times the estimate; half to double while too little is known."""
+        count = len(self._sorted)
+        if count < _ENOUGH:
+            return _UNKNOWN
+        # The k-th smallest of n holds k / (n + 1) of what comes.
+        skipped = max(0, int(self._outside / 2 * (count + 1)) - 1)
+        return self._sorted[skipped], self._sorted[-1 - skipped]
+
+    @property
+    def bias(self) -> float:
+        """By which part of themselves all estimates may be off together, at the same level of confidence."""
+        if len(self._sorted) < _ENOUGH:
+            return _UNKNOWN[1] - 1
+        of_the_mean = math.sqrt(self._variance * _DRIFT / (2 - _DRIFT))
+        return math.expm1(abs(self._mean) + 1.645 * of_the_mean)
+
+    def add(self, ratio: float) -> None:
+        """Take in one more: what was measured, divided by what had been estimated."""
+        if len(self._sorted) >= _ENOUGH:
+            low, high = self.interval
+            missed = not low <= ratio <= high
+            self._outside = min(_MOST, max(_LEAST, self._outside + _STEP * (1 - COVERAGE - missed)))
+        error = math.log(ratio) - self._mean
+        self._mean += _DRIFT * error
+        self._variance = (1 - _DRIFT) * (self._variance + _DRIFT * error * error)
+        self._ratios.append(ratio)
+        insort(self._sorted, ratio)
+        if len(self._ratios) > _KEPT:
+            del self._sorted[bisect_left(self._sorted, self._ratios.popleft())]
