@@ -108,6 +108,9 @@ class Account:
         cost = statistics.prefill_cost(plan.replica_id)
         saving = cost.saved(prompt, cached)
         judged = self._judged(plan, cached)
+        if judged is not _NOT_JUDGED:
+            keys = plan.keys if plan.use_cache else ()
+            statistics.documents.observe(plan.tenant, keys, judged, cached, saving.seconds)
         held_out = self._check(prompt, cached, spent) if spent > 0 else None
         statistics.record(
             RequestRecord(

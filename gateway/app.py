@@ -20,7 +20,7 @@ from gateway.api.models import detokenize, list_models, show_model, tokenize
 from gateway.api.openai import generation_routes
 from gateway.api.operations import list_replicas, reset_cache
 from gateway.api.quality import show_quality, switch_quality
-from gateway.api.statistics import admin_misses, admin_stats, prometheus
+from gateway.api.statistics import admin_documents, admin_misses, admin_stats, prometheus
 from gateway.api.templates import create_template, delete_template, list_templates, show_template
 from gateway.canonical.learning.proposals import TemplateProposals
 from gateway.dashboard import routes as dashboard
@@ -75,6 +75,7 @@ def create_app(gateway: Gateway) -> Litestar:
         route_handlers=[
             admin_stats,
             admin_misses,
+            admin_documents,
             prometheus,
             list_replicas,
             reset_cache,

@@ -70,7 +70,13 @@ class Gateway:
         self.renderer: Final = PromptRenderer(folder)
         secret = _secret(config)
         self.quality: Final = QualityGate(config.quality, model=model, secret=secret)
-        self.statistics: Final = Statistics(config.redis, replicas, companions=(self.quality,), savings=config.savings)
+        self.statistics: Final = Statistics(
+            config.redis,
+            replicas,
+            companions=(self.quality,),
+            savings=config.savings,
+            documents=config.attribution.documents,
+        )
         self.router: Final = Router(self.statistics.prefill_cost, config.index)
         self.eviction: Final = EvictionControl(self.replicas, config.engine.policy)
         self.whatif: Final = self._ghosts(config.whatif) if config.whatif.enabled else None

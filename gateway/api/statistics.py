@@ -15,13 +15,14 @@ from litestar.params import FromQuery, QueryParameter
 
 from gateway.errors import InvalidRequestError
 from gateway.service import Gateway
+from gateway.stats.documents import DocumentReport
 from gateway.stats.metrics import CONTENT_TYPE, Exposition
 from gateway.stats.misses import MissReport, miss_report
 from gateway.stats.snapshot import Grouping, Snapshot
 from gateway.stats.statistics import Statistics
 from gateway.stats.timeline import KEEP_MINUTES, LONGEST_WINDOW_MINUTES
 
-__all__ = ["admin_misses", "admin_stats", "prometheus", "window_minutes"]
+__all__ = ["admin_documents", "admin_misses", "admin_stats", "prometheus", "window_minutes"]
 
 _WINDOW: Final = re.compile(r"([1-9][0-9]{0,8})([mhd]?)")
 _Window = Annotated[str | None, QueryParameter(pattern=rf"^({_WINDOW.pattern}|all)$")]
@@ -69,6 +70,12 @@ def admin_misses(gateway: NamedDependency[Gateway], window: _Window = None) -> M
         gateway.renderer.decode,
         show_text=gateway.config.attribution.show_text,
     )
+
+
+@get("/admin/documents", sync_to_thread=False)
+def admin_documents(gateway: NamedDependency[Gateway], window: _Window = None) -> DocumentReport:
+    """The documents with the most prompt tokens over all gateways, some 5 s old (default: of thirty days)."""
+    return gateway.statistics.documents.report(window_minutes(window), enabled=gateway.attribution is not None)
 
 
 @get("/metrics", sync_to_thread=False)

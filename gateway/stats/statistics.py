@@ -8,7 +8,7 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import gateway
 from engine.wire import CacheEvent, EngineInfo, Load, StepTiming
@@ -16,6 +16,8 @@ from gateway.config import RedisConfig, SavingsConfig
 from gateway.replicas.base import Replica
 from gateway.stats.aggregate import Aggregate
 from gateway.stats.cost import PrefillCost
+from gateway.stats.document_store import DocumentShare
+from gateway.stats.documents import Documents
 from gateway.stats.fleet import Fleet
 from gateway.stats.recent import STEP_S, WINDOW_S, Recent
 from gateway.stats.record import RequestRecord
@@ -37,13 +39,17 @@ from gateway.stats.timeline import HOUR, KEEP_MINUTES, LONGEST_WINDOW_MINUTES, M
 __all__ = ["Statistics", "Window"]
 
 
+_DOCUMENT_FLUSHES: Final = 5
+"""Documents are shared every so many flushes: there are more of them, and nobody watches them by the second."""
+
+
 class Statistics:
     """Owns everything this gateway counts, and the prefill-cost curve of each replica.
 
     A ``ReplicaObserver``. ``record`` and the observer methods are synchronous and cheap; Redis is spoken to by a task
     of its own, so that Redis being slow, down or read-only costs a request nothing. Give it the replicas that should
     be shown before they are first ready; others are shown from their ``on_ready`` on. ``companions`` are shared through
-    the same Redis.
+    the same Redis. So many ``documents`` are kept apart in each span of time.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class Statistics:
         *,
         companions: Sequence[Companion] = (),
         savings: SavingsConfig | None = None,
+        documents: int = 128,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
@@ -60,6 +67,8 @@ class Statistics:
         self.epoch = secrets.token_hex(8)
         self.aggregate = Aggregate()
         self.fleet = Fleet()
+        self.documents = Documents(documents, clock=clock)
+        self._document_share = DocumentShare(self.documents, _DOCUMENT_FLUSHES * config.flush_interval_s)
         self.replicas: dict[str, Replica] = {replica.id: replica for replica in replicas}
         self._timelines = {span: (self.aggregate.timelines[span], self.fleet.timelines[span]) for span in SPANS}
         self._price = Price.of(savings or SavingsConfig())
@@ -71,6 +80,7 @@ class Statistics:
             epoch=self.epoch,
             aggregate=self.aggregate,
             fleet=self.fleet,
+            documents=self._document_share,
             companions=companions,
             clock=clock,
         )
@@ -90,6 +100,7 @@ class Statistics:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
+        self._document_share.finish()
         await self._store.stop()
 
     @property

@@ -12,6 +12,7 @@ under the configured prefix (``headstart``):
 ``minutes``           zset    minute -> Unix time of its last write
 ``hour:{hour}``       hash    the same of hours (Unix time // 3600); expires after thirty days
 ``hours``             zset    hour -> Unix time of its last write
+``documents:…``       …       documents by minute, hour and day (``gateway.stats.document_store``)
 ``folded``            zset    epoch that was added to the epoch ``archive`` (``gateway.stats.archive``) -> when
 ``{name}:epochs``     zset    for each companion by its name: epoch -> Unix time of its last change
 ``{name}:{epoch}``    hash    what the companion of that epoch has to tell, in absolute values
@@ -27,8 +28,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -43,6 +44,8 @@ from gateway.config import RedisConfig
 from gateway.embedded_valkey import EmbeddedValkey, ValkeyUnavailable
 from gateway.errors import ConfigError
 from gateway.stats.aggregate import Aggregate, Changes
+from gateway.stats.batch import Batch, chunks
+from gateway.stats.document_store import DocumentShare
 from gateway.stats.fleet import Fleet
 from gateway.stats.snapshot import StoreStatus
 from gateway.stats.sums import Labels, Sums
@@ -58,10 +61,8 @@ _LOG_INTERVAL_S = 10.0
 _LIVE_S = 15.0  # a gateway that has not written for so long is not counted as running
 _CLOCK_SKEW_S = 120.0
 _EXPIRY_MARGIN_S = 3600
-_READ_CHUNK = 200
 _FLUSH_FIELD = b"flush"
 
-_T = TypeVar("_T")
 _Mapping = dict[FieldT, EncodableT]
 _log = structlog.get_logger("headstart.statistics")
 _decode_labels = msgspec.json.Decoder(Labels).decode
@@ -118,6 +119,7 @@ class StatisticsStore:
         epoch: str,
         aggregate: Aggregate,
         fleet: Fleet,
+        documents: DocumentShare,
         companions: Sequence[Companion] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -125,7 +127,7 @@ class StatisticsStore:
         self._epoch = epoch
         self._aggregate = aggregate
         self._fleet = fleet
-        self._companions = [_Shared(companion) for companion in companions]
+        self._shared: list[DocumentShare | _Shared] = [documents, *map(_Shared, companions)]
         self._clock = clock
         self._embedded = EmbeddedValkey() if config.url is None else None
         self._client = None if config.url is None else _client(config.url)
@@ -197,8 +199,8 @@ class StatisticsStore:
             raise
         if not complete:
             self._aggregate.restore_all()
-            for shared in self._companions:
-                shared.written = None
+            for shared in self._shared:
+                shared.write_all()
         return complete
 
     async def _write_and_read(self, client: Redis, changes: Changes) -> bool:
@@ -206,7 +208,7 @@ class StatisticsStore:
         own = self._epoch.encode()
         expected = {_flush_value(self._written), _flush_value(self._attempted)}
         self._attempted += 1
-        batch = _Batch(client, self._config.prefix)
+        batch = Batch(client, self._config.prefix)
         batch.pipe.hget(batch.key(f"totals:{self._epoch}"), _FLUSH_FIELD)
         for span, rows in changes.rows.items():
             for number, row in rows.items():
@@ -230,7 +232,7 @@ class StatisticsStore:
         await self._read_epochs(client, {epoch.decode(): score for epoch, score in epochs}, now)
         for span, numbers in zip(SPANS, (minutes, hours), strict=True):
             await self._read_rows(client, span, [int(number) for number in numbers])
-        for shared in self._companions:
+        for shared in self._shared:
             if not await shared.exchange(client, self._config.prefix, self._epoch, now):
                 self._unreadable = f"ignored unreadable fields under {self._config.prefix}:"
         self._rows_since = now - _CLOCK_SKEW_S
@@ -239,8 +241,8 @@ class StatisticsStore:
     async def _read_epochs(self, client: Redis, epochs: dict[str, float], now: float) -> None:
         epochs.pop(self._epoch, None)
         changed = [epoch for epoch, score in epochs.items() if self._seen_epochs.get(epoch) != score]
-        for chunk in _chunks(changed):
-            batch = _Batch(client, self._config.prefix)
+        for chunk in chunks(changed):
+            batch = Batch(client, self._config.prefix)
             for epoch in chunk:
                 batch.pipe.hgetall(batch.key(f"totals:{epoch}"))
             for epoch, fields in zip(chunk, await batch.send(), strict=True):
@@ -253,8 +255,8 @@ class StatisticsStore:
     async def _read_rows(self, client: Redis, span: Span, numbers: list[int]) -> None:
         own = self._epoch.encode()
         timeline = self._fleet.timelines[span]
-        for chunk in _chunks(numbers):
-            batch = _Batch(client, self._config.prefix)
+        for chunk in chunks(numbers):
+            batch = Batch(client, self._config.prefix)
             for number in chunk:
                 batch.pipe.hgetall(batch.key(f"{span.name}:{number}"))
             for number, fields in zip(chunk, await batch.send(), strict=True):
@@ -302,10 +304,14 @@ class _Shared:
         self.written: int | None = None
         self.seen: dict[str, float] = {}
 
+    def write_all(self) -> None:
+        """Redis has lost what was written."""
+        self.written = None
+
     async def exchange(self, client: Redis, prefix: str, own: str, now: float) -> bool:
         """Write what has changed, read what others changed; False when some of that is not to be understood."""
         companion = self.companion
-        batch = _Batch(client, prefix)
+        batch = Batch(client, prefix)
         revision = companion.revision
         if revision != self.written and (fields := companion.fields()):
             mapping: _Mapping = dict(fields.items())
@@ -317,8 +323,8 @@ class _Shared:
         epochs = {epoch.decode(): score for epoch, score in scores}
         epochs.pop(own, None)
         readable = True
-        for chunk in _chunks([epoch for epoch, score in epochs.items() if self.seen.get(epoch) != score]):
-            batch = _Batch(client, prefix)
+        for chunk in chunks([epoch for epoch, score in epochs.items() if self.seen.get(epoch) != score]):
+            batch = Batch(client, prefix)
             for epoch in chunk:
                 batch.pipe.hgetall(batch.key(f"{companion.name}:{epoch}"))
             for epoch, told in zip(chunk, await batch.send(), strict=True):
@@ -326,29 +332,6 @@ class _Shared:
         self.seen = epochs
         companion.keep_only(set(epochs))
         return readable
-
-
-class _Batch:
-    """One pipeline whose commands name one key each, so that an error can say which key it is about."""
-
-    def __init__(self, client: Redis, prefix: str) -> None:
-        self.pipe = client.pipeline(transaction=False)
-        self._prefix = prefix
-        self._keys: list[str] = []
-
-    def key(self, name: str) -> str:
-        """The full name of the key that the next command is about."""
-        self._keys.append(f"{self._prefix}:{name}")
-        return self._keys[-1]
-
-    async def send(self) -> list[Any]:
-        """All replies. Raises the first error among them, with its key."""
-        async with self.pipe as pipe:
-            replies = await pipe.execute(raise_on_error=False)
-        for key, reply in zip(self._keys, replies, strict=True):
-            if isinstance(reply, Exception):
-                raise RedisError(f"{reply} (key {key})") from reply
-        return replies
 
 
 def _client(url: str) -> Redis:
@@ -373,11 +356,6 @@ async def _drop_connections(client: Redis) -> None:
 
 def _flush_value(number: int) -> bytes | None:
     return b"%d" % number if number else None
-
-
-def _chunks(items: list[_T]) -> Iterator[list[_T]]:
-    for start in range(0, len(items), _READ_CHUNK):
-        yield items[start : start + _READ_CHUNK]
 
 
 def _reason(error: Exception) -> str:
