@@ -18,8 +18,9 @@ from gateway.api.health import health, ready, version
 from gateway.api.learned import list_proposals, switch_proposal
 from gateway.api.models import detokenize, list_models, show_model, tokenize
 from gateway.api.openai import generation_routes
-from gateway.api.operations import list_replicas, reset_cache
+from gateway.api.operations import reset_cache
 from gateway.api.quality import show_quality, switch_quality
+from gateway.api.replicas import add_replica, drain_replica, list_replicas, remove_replica, resume_replica
 from gateway.api.statistics import admin_documents, admin_misses, admin_stats, prometheus
 from gateway.api.templates import create_template, delete_template, list_templates, show_template
 from gateway.canonical.learning.proposals import TemplateProposals
@@ -78,6 +79,10 @@ def create_app(gateway: Gateway) -> Litestar:
             admin_documents,
             prometheus,
             list_replicas,
+            add_replica,
+            remove_replica,
+            drain_replica,
+            resume_replica,
             reset_cache,
             show_policy,
             set_policy,

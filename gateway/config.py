@@ -19,6 +19,7 @@ __all__ = [
     "CanonicalConfig",
     "ClassConfig",
     "Config",
+    "DiscoveryConfig",
     "DocumentFormat",
     "EngineConfig",
     "HoistMode",
@@ -89,9 +90,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[[replicas]]``: an OpenAI-compatible server (vLLM, SGLang, llama.cpp) that generates for this gateway.
 
-    ``url`` is its base, with or without ``/v1``. ``model`` is the name by which it serves the model (default: the only
-    one it has), ``api_key`` the key it wants. An answer on which nothing comes for ``idle_timeout_s`` seconds after its
-    beginning is given up.
+    ``url`` is its base, with or without ``/v1``; ``dns+http://NAME:PORT`` stands for every address behind the name.
+    ``model`` is the name by which it serves the model (default: the only one it has), ``api_key`` the key it wants. An
+    answer on which nothing comes for ``idle_timeout_s`` seconds after its beginning is given up.
     """
 
     url: str
@@ -109,6 +110,17 @@ class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     max_blocks: _Positive = 200_000
     min_precision: _Share = 0.5
+
+
+class DiscoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[discovery]``: remote replicas that join and leave while the gateway serves.
+
+    ``file`` lists them: one URL a line, or a list ``replicas`` in TOML (``.toml``), or a JSON list. It, and the
+    addresses behind URLs that begin with ``dns+``, are looked up every ``interval_s`` seconds.
+    """
+
+    file: str | None = None
+    interval_s: Annotated[float, Meta(ge=0.1)] = 5.0
 
 
 class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -211,9 +223,13 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``[admin]``: the SHA-256 (hex) of the key that guards ``/admin/*``; ``headstart hash-key`` prints it."""
+    """``[admin]``: the SHA-256 (hex) of the key that guards ``/admin/*``; ``headstart hash-key`` prints it.
+
+    ``replica_urls`` are the servers (``http://HOST:PORT``) that may be added through ``POST /admin/replicas``.
+    """
 
     key_sha256: str | None = None
+    replica_urls: tuple[str, ...] = ()
 
 
 class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -316,6 +332,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server: ServerConfig = ServerConfig()
     engine: EngineConfig = EngineConfig()
     replicas: tuple[ReplicaConfig | str, ...] = ()
+    discovery: DiscoveryConfig = DiscoveryConfig()
     index: IndexConfig = IndexConfig()
     redis: RedisConfig = RedisConfig()
     canonical: CanonicalConfig = CanonicalConfig()

@@ -8,20 +8,26 @@ from __future__ import annotations
 import ipaddress
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 
 from cache_policy.policy import POLICY_NAMES
 from engine.models.catalog import DEFAULT_MODEL
 from gateway.config import DEFAULT_TENANT, ClassConfig, Config, EngineConfig, ReplicaConfig
-from gateway.errors import ConfigError
+from gateway.errors import ConfigError, PermissionDeniedError
 
 __all__ = [
+    "DNS_PREFIX",
     "ENVIRONMENT_PREFIX",
+    "admitted_replica",
     "check_config",
+    "check_replicas",
+    "dns_replicas",
+    "has_remote_replicas",
     "is_loopback",
     "load_config",
     "local_engines",
@@ -31,6 +37,9 @@ __all__ = [
 ]
 
 ENVIRONMENT_PREFIX: Final = "HEADSTART__"
+
+DNS_PREFIX: Final = "dns+"
+"""Before a replica's URL: every address behind the host name is one."""
 
 _SHA256_HEX: Final = re.compile(r"[0-9a-f]{64}")
 _REPLICA_URL: Final = re.compile(
@@ -86,7 +95,10 @@ def check_config(config: Config) -> None:
         _check_digest(digest, "keys")
     _check_classes(config)
     _check_tenants(config)
-    if not remote_replicas(config) and not local_engines(config):
+    for url in config.admin.replica_urls:
+        _origin(url)
+    remote_replicas(config)
+    if not local_engines(config) and not has_remote_replicas(config) and not config.admin.replica_urls:
         raise ConfigError("engine.engines is 0 and there are no replicas: nothing could answer.")
     if config.admin.key_sha256 is not None:
         _check_digest(config.admin.key_sha256, "admin.key_sha256")
@@ -123,33 +135,75 @@ def served_model_name(config: EngineConfig) -> str:
 
 def local_engines(config: Config) -> int:
     """How many engines the gateway starts: as configured, else one, but none where there are remote replicas."""
-    return config.engine.engines if config.engine.engines is not None else int(not config.replicas)
+    return config.engine.engines if config.engine.engines is not None else int(not has_remote_replicas(config))
+
+
+def has_remote_replicas(config: Config) -> bool:
+    """Whether remote replicas are listed or looked for."""
+    return bool(config.replicas) or config.discovery.file is not None
 
 
 def remote_replicas(config: Config) -> list[ReplicaConfig]:
-    """The remote replicas, their URLs without ``/v1`` and slash at the end.
+    """The remote replicas that are listed, their URLs without ``/v1`` and slash at the end.
+
+    Raises:
+        ConfigError: A URL is none that a replica can have, or stands there twice.
+    """
+    return [replica for replica in check_replicas(config.replicas, dns=True) if not _is_dns(replica)]
+
+
+def dns_replicas(config: Config) -> list[ReplicaConfig]:
+    """The names behind which remote replicas are to be looked for. Raises ``ConfigError`` as ``remote_replicas``."""
+    return [replica for replica in check_replicas(config.replicas, dns=True) if _is_dns(replica)]
+
+
+def check_replicas(entries: Iterable[ReplicaConfig | str], *, dns: bool = False) -> list[ReplicaConfig]:
+    """Entries as replicas with plain URLs; with ``dns`` such URLs may stand for all addresses behind a name.
 
     Raises:
         ConfigError: A URL is none that a replica can have, or stands there twice.
     """
     replicas: dict[str, ReplicaConfig] = {}
-    for entry in config.replicas:
+    for entry in entries:
         replica = ReplicaConfig(entry) if isinstance(entry, str) else entry
-        url = _replica_url(replica.url)
+        url = _replica_url(replica.url, dns=dns)
         if url in replicas:
             raise ConfigError(f"replicas: {url} is given twice.")
         replicas[url] = msgspec.structs.replace(replica, url=url)
     return list(replicas.values())
 
 
-def _replica_url(given: str) -> str:
+def admitted_replica(entry: ReplicaConfig, config: Config) -> ReplicaConfig:
+    """A replica that somebody wants to add, with a plain URL. Scheme, host and port must be on the allow-list as one.
+
+    Raises:
+        ConfigError: It has no URL that a replica can have.
+        PermissionDeniedError: It is not on the list.
+    """
+    (replica,) = check_replicas([entry])
+    if _origin(replica.url) not in map(_origin, config.admin.replica_urls):
+        raise PermissionDeniedError("This server is not on the list admin.replica_urls, so it cannot be added.")
+    return replica
+
+
+def _is_dns(replica: ReplicaConfig) -> bool:
+    return replica.url.startswith(DNS_PREFIX)
+
+
+def _origin(url: str) -> tuple[str, str, int]:
+    parts = urlsplit(_replica_url(url))
+    return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _replica_url(given: str, *, dns: bool = False) -> str:
     if "@" in given:  # not repeated: it may hold a password
         raise ConfigError("replicas: a URL holds a user name; give the server's key as api_key of [[replicas]].")
-    match = _REPLICA_URL.fullmatch(given)
+    by_name = dns and given.startswith(f"{DNS_PREFIX}http://")  # a certificate is for a name, not for its addresses
+    match = _REPLICA_URL.fullmatch(given.removeprefix(DNS_PREFIX) if by_name else given)
     if match is None or not 0 < int(match["port"] or 80) < 65536:
         raise ConfigError(f"replicas: {given!r} is no URL of a server: give http://HOST:PORT.")
     path = match["path"].rstrip("/").removesuffix("/v1").rstrip("/")
-    return match["origin"].lower() + path
+    return (DNS_PREFIX if by_name else "") + match["origin"].lower() + path
 
 
 def is_loopback(host: str) -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "PermissionDeniedError",
     "ReplicaError",
     "ReplicaLost",
+    "ReplicaNotFoundError",
     "ReplicaRefusal",
     "ReplicaUnavailable",
     "RequestTimeoutError",
@@ -111,6 +112,14 @@ class TemplateNotFoundError(HeadstartError):
     status = 404
     type = "invalid_request_error"
     code = "template_not_found"
+
+
+class ReplicaNotFoundError(HeadstartError):
+    """No replica has this id."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "replica_not_found"
 
 
 class ConflictError(HeadstartError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,16 +26,17 @@ from gateway.errors import OverloadedError
 from gateway.eviction import EvictionControl
 from gateway.generation import Dispatcher, Generation
 from gateway.identity import Authenticator
+from gateway.membership import Connect, Membership
 from gateway.plan import Caller
 from gateway.prompt import PromptRenderer
 from gateway.quality.gate import QualityGate
 from gateway.quality.report import QualityReport
 from gateway.quality.shadows import Shadows
-from gateway.replicas.base import Replica, ReplicaState
+from gateway.replicas.base import Replica, ReplicaObserver, ReplicaState
+from gateway.replicas.discovery import Discovery, Resolver, system_resolver
 from gateway.replicas.engine import EngineReplica
-from gateway.replicas.openai_http import OpenAIReplica
+from gateway.replicas.remote import RemoteReplicas
 from gateway.replicas.supervisor import EngineLauncher, engine_command, require_engine_packages
-from gateway.replicas.tokenizer_proof import TokenizerProof
 from gateway.request_path import RequestPath
 from gateway.routing.router import Router
 from gateway.stats.recorder import TraceRecorder
@@ -53,8 +56,17 @@ class Gateway:
     Owns its replicas and statistics.
     """
 
-    def __init__(self, config: Config, *, model: str, folder: Path, replicas: Sequence[Replica]) -> None:
-        """Compose; nothing is started.
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model: str,
+        folder: Path,
+        replicas: Sequence[Replica],
+        connect: Connect | None = None,
+        resolve: Resolver = system_resolver,
+    ) -> None:
+        """Compose; nothing is started. ``connect`` makes the replicas that join later, by discovery or on request.
 
         Raises:
             ConfigError: The configuration or the model folder cannot be used.
@@ -63,7 +75,6 @@ class Gateway:
         self.config: Final = config
         self.model: Final = model
         self.folder: Final = folder
-        self.replicas: Final = {replica.id: replica for replica in replicas}
         self.started_at: Final = time.time()
         self.draining = False
         self.authenticator: Final = Authenticator(config)
@@ -72,18 +83,29 @@ class Gateway:
         self.quality: Final = QualityGate(config.quality, model=model, secret=secret)
         self.statistics: Final = Statistics(
             config.redis,
-            replicas,
             companions=(self.quality,),
             savings=config.savings,
             documents=config.attribution.documents,
         )
         self.router: Final = Router(self.statistics.prefill_cost, config.index)
-        self.eviction: Final = EvictionControl(self.replicas, config.engine.policy)
         self.whatif: Final = self._ghosts(config.whatif) if config.whatif.enabled else None
-        self.recorder: Final = TraceRecorder(config.trace) if config.trace.folder is not None else None
-        self.learner: Final = TemplateLearner()
         self.prompts: Final = TokenMemory(config.attribution.remembered_tokens)
         self.attribution: Final = LiveAttribution(self.prompts) if config.attribution.enabled else None
+        observers: list[ReplicaObserver] = [self.statistics, self.router]  # in this order: choices read cost curves
+        observers += [part for part in (self.attribution, self.whatif) if part is not None]
+        self.membership: Final = Membership(
+            replicas,
+            router=self.router,
+            statistics=self.statistics,
+            observers=observers,
+            discovery=Discovery(config, resolve=resolve),
+            connect=connect,
+            grace_s=config.server.drain_grace_s,
+        )
+        self.replicas: Final[Mapping[str, Replica]] = self.membership.replicas
+        self.eviction: Final = EvictionControl(self.replicas, config.engine.policy)
+        self.recorder: Final = TraceRecorder(config.trace) if config.trace.folder is not None else None
+        self.learner: Final = TemplateLearner()
         self.proposals: Final = TemplateProposals(self.learner, config.canonical.hoist)
         self.path: Final = RequestPath(
             model=model,
@@ -119,13 +141,7 @@ class Gateway:
         )
         self._when_draining: list[Callable[[], None]] = [self.shadows.close]
         for replica in replicas:
-            replica.observe(self.statistics)  # before the router, whose choices read its cost curves
-            replica.observe(self.router)
             replica.observe(self.eviction)
-            if self.attribution is not None:
-                replica.observe(self.attribution)
-            if self.whatif is not None:
-                replica.observe(self.whatif)
 
     @property
     def info(self) -> EngineInfo | None:
@@ -155,8 +171,7 @@ class Gateway:
         if self.recorder is not None:
             await self.recorder.start()
         self.shadows.start()
-        for replica in self.replicas.values():
-            await replica.start()
+        await self.membership.start()
 
     async def wait_ready(self, timeout: float) -> None:
         """Return when every replica serves. Raises ``ReplicaUnavailable`` as soon as one cannot."""
@@ -182,7 +197,7 @@ class Gateway:
         """Drain, give requests in hand ``grace`` seconds, end everything. Safe to call when ``start`` has failed."""
         self.drain()
         await self.shadows.stop()
-        await asyncio.gather(*[replica.stop(grace) for replica in self.replicas.values()])
+        await self.membership.stop(grace)
         await self.statistics.stop()
         if self.recorder is not None:
             await self.recorder.stop()
@@ -199,7 +214,8 @@ class Gateway:
         self.quality.served(generation)
         self.shadows.offer(generation)
         plan = generation.plan
-        info = self.replicas[plan.replica_id].info
+        replica = self.replicas.get(plan.replica_id)
+        info = None if replica is None else replica.info
         if info is None or not (plan.use_cache or plan.held_out):
             return
         if plan.observation is not None:
@@ -232,11 +248,20 @@ def configured_gateway(config: Config, folder: Path) -> Gateway:
     if engines := local_engines(config):
         require_engine_packages()
         command = engine_command(config.engine, folder, model)
-        replicas += [EngineReplica(f"engine-{index}", EngineLauncher(command)) for index in range(engines)]
-    if remote := remote_replicas(config):
-        proof = TokenizerProof.of(folder)
-        replicas += [OpenAIReplica(f"replica-{i}", server, proof, model=model) for i, server in enumerate(remote)]
-    return Gateway(config, model=model, folder=folder, replicas=replicas)
+        mark = _mark(config)
+        replicas += [EngineReplica(f"engine-{index}{mark}", EngineLauncher(command)) for index in range(engines)]
+    remote = RemoteReplicas(folder, model)
+    if servers := remote_replicas(config):
+        replicas += [remote.connect(server) for server in servers]
+    return Gateway(config, model=model, folder=folder, replicas=replicas, connect=remote.connect)
+
+
+def _mark(config: Config) -> str:
+    """What tells this gateway's engines from those of others, whose statistics they share: the same at every start."""
+    if config.redis.url is None:
+        return ""
+    place = f"{socket.gethostname()}:{config.server.port}"
+    return f"-{hashlib.sha256(place.encode()).hexdigest()[:4]}"
 
 
 def _secret(config: Config) -> bytes:

@@ -25,7 +25,19 @@ def test_the_example_names_every_setting() -> None:
     shown = tomllib.loads(text)
     config = msgspec.to_builtins(msgspec.convert(shown, Config))
     assert set(config) == set(shown)
-    for section in ("server", "engine", "index", "redis", "canonical", "admin", "limits", "trace", "whatif", "quality"):
+    for section in (
+        "server",
+        "engine",
+        "index",
+        "discovery",
+        "redis",
+        "canonical",
+        "admin",
+        "limits",
+        "trace",
+        "whatif",
+        "quality",
+    ):
         assert set(shown[section]) == set(config[section]), section
     (template,) = shown["templates"].values()
     assert set(template) == set(TemplateConfig.__struct_fields__)

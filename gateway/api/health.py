@@ -8,6 +8,7 @@ from litestar.di import NamedDependency
 
 import gateway as package
 from gateway.replicas.base import ReplicaState
+from gateway.routing.breaker import BreakerState
 from gateway.service import Gateway
 
 __all__ = ["health", "ready", "version"]
@@ -59,10 +60,19 @@ def _degraded(gateway: Gateway) -> list[str]:
         if replica.state is not ReplicaState.READY:
             reason = f": {replica.down_reason}" if replica.down_reason else ""
             problems.append(f"{id} is {replica.state}{reason}")
-        problems += [f"{id}: {words}" for words in replica.degraded]
+        problems += [f"{id}: {words}" for words in (*replica.degraded, *_not_routed_to(gateway, id))]
+    problems += [f"replicas cannot be looked up: {words}" for words in gateway.membership.discovery.problems]
     store = gateway.statistics.store_status
     if store.state not in ("ok", "starting"):
         problems.append(f"statistics are not shared: {store.where} is {store.state}")
     if gateway.recorder is not None and gateway.recorder.problem is not None:
         problems.append(gateway.recorder.problem)
     return problems
+
+
+def _not_routed_to(gateway: Gateway, replica_id: str) -> list[str]:
+    view = gateway.router.view(replica_id)
+    words = ["drained by the operator"] if view.draining else []
+    if view.breaker is not BreakerState.CLOSED:
+        words.append(f"left alone after {view.failures} failures in a row")
+    return words

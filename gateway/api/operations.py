@@ -1,51 +1,19 @@
-"""What the operator does to a running gateway: look at the replicas, empty the cache."""
+"""What the operator does to a running gateway: empty the cache."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-from litestar import Response, get, post
+from litestar import Response, post
 from litestar.di import NamedDependency
 
 from gateway.errors import HeadstartError, ReplicaUnavailable
 from gateway.replicas.base import Replica, ReplicaState
 from gateway.service import Gateway
 
-__all__ = ["list_replicas", "reset_cache"]
-
-
-class ReplicaInfo(msgspec.Struct, frozen=True):
-    """What an engine says of itself, without its warm-up profile."""
-
-    model: str
-    root: str
-    fingerprint: str
-    boot_id: str
-    dtype: str
-    device: str
-    policy: str
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    max_batch_tokens: int
-
-
-class ReplicaRow(msgspec.Struct, frozen=True):
-    """One replica. ``load`` is the state after its last step, with the fields of ``engine.wire.Load``."""
-
-    id: str
-    state: ReplicaState
-    down_reason: str | None
-    info: ReplicaInfo | None
-    load: dict[str, int] | None
-
-
-class ReplicaList(msgspec.Struct, frozen=True):
-    """All replicas."""
-
-    replicas: list[ReplicaRow]
+__all__ = ["reset_cache"]
 
 
 class ResetResult(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -64,12 +32,6 @@ class ResetReport(msgspec.Struct, frozen=True):
 
     status: Literal["done", "deferred", "incomplete"]
     replicas: dict[str, ResetResult]
-
-
-@get("/admin/replicas", sync_to_thread=False)
-def list_replicas(gateway: NamedDependency[Gateway]) -> ReplicaList:
-    """Every replica with its state, what it serves and its load."""
-    return ReplicaList([_row(replica) for replica in gateway.replicas.values()])
 
 
 @post("/admin/cache/reset")
@@ -97,12 +59,3 @@ async def _reset(replica: Replica) -> ResetResult:
         return msgspec.convert(await replica.call("reset_cache"), ResetResult)
     except HeadstartError as error:
         return ResetResult(error=error.message)
-
-
-def _row(replica: Replica) -> ReplicaRow:
-    info = None
-    if replica.info is not None:
-        fields: dict[str, Any] = {name: getattr(replica.info, name) for name in ReplicaInfo.__struct_fields__}
-        info = ReplicaInfo(**fields)
-    load = None if replica.load is None else msgspec.structs.asdict(replica.load)
-    return ReplicaRow(replica.id, replica.state, replica.down_reason, info, load)

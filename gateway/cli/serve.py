@@ -39,7 +39,8 @@ _START_TIMEOUT_S = 600.0
     "replicas",
     multiple=True,
     metavar="URL",
-    help="An OpenAI-compatible server (vLLM, SGLang, llama.cpp) that generates; may be repeated. Its model's tokenizer "
+    help="An OpenAI-compatible server (vLLM, SGLang, llama.cpp) that generates; may be repeated. dns+http://NAME:PORT "
+    "stands for every address behind the name, as they come and go. Its model's tokenizer "
     "and chat template are taken from the folder given with --model, else from where the server has them.",
 )
 @click.option(
@@ -104,6 +105,7 @@ async def _serve(gateway: Gateway) -> None:
     """
     import structlog
 
+    from gateway.configuration import has_remote_replicas
     from gateway.server import serve as serve_http
 
     log = structlog.get_logger("headstart.serve")
@@ -112,5 +114,5 @@ async def _serve(gateway: Gateway) -> None:
         log.info("listening", api=f"{url}/v1", dashboard=f"{url}/dashboard")
 
     await serve_http(
-        gateway, on_listening=announce, start_timeout=None if gateway.config.replicas else _START_TIMEOUT_S
+        gateway, on_listening=announce, start_timeout=None if has_remote_replicas(gateway.config) else _START_TIMEOUT_S
     )

@@ -158,7 +158,8 @@ class Shadows:
         plan, answer = generation.plan, generation.answer
         if plan.comparison is None or answer is None or self._task is None or not generation.ended:
             return
-        info = self._replicas[plan.replica_id].info
+        replica = self._replicas.get(plan.replica_id)
+        info = None if replica is None else replica.info
         if info is None or not {"stop", "length"}.issuperset(generation.finish_reasons.values()):
             return
         try:

@@ -90,13 +90,14 @@ class ReplicaObserver(Protocol):
 class Replica(Protocol):
     """One engine that serves one model.
 
-    ``id`` is stable over restarts (``engine-0``) and safe in headers and metric labels. ``restarts`` tells whether this
-    gateway starts it again when it ends, so that it is worth waiting for. ``info`` and ``load`` are None
-    until the first ``on_ready``. ``down_reason`` says in words why ``state`` is not READY, ``degraded`` what does not
-    work as it should although it is.
+    ``id`` is stable over restarts (``engine-0``) and safe in headers and metric labels. ``url`` is that of a remote
+    server. ``restarts`` tells whether this gateway starts it again when it ends, so that it is worth waiting for.
+    ``info`` and ``load`` are None until the first ``on_ready``. ``down_reason`` says in words why ``state`` is not
+    READY, ``degraded`` what does not work as it should although it is.
     """
 
     id: str
+    url: str | None
     restarts: bool
     state: ReplicaState
     info: EngineInfo | None

@@ -12,11 +12,12 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from engine.wire import Abort, Call, EngineInfo, FromEngine, Load, Output, Reply, StepReport
-from gateway.errors import HeadstartError, ReplicaError, ReplicaUnavailable
-from gateway.replicas.base import GenerationRequest, ReplicaObserver, ReplicaState
+from engine.wire import Abort, Call, EngineInfo, FromEngine, Output, Reply, StepReport
+from gateway.errors import HeadstartError, ReplicaError
+from gateway.replicas.base import GenerationRequest, ReplicaState
 from gateway.replicas.connection import EngineConnection
 from gateway.replicas.inflight import InFlight
+from gateway.replicas.life import ReplicaLife
 from gateway.replicas.supervisor import EngineLauncher, EngineProcess, RestartDelay
 
 __all__ = ["EngineReplica"]
@@ -33,7 +34,7 @@ class _LifeEnded(Exception):
     """Why the engine does not serve (any longer), in words."""
 
 
-class EngineReplica:
+class EngineReplica(ReplicaLife):
     """A ``gateway.replicas.base.Replica`` over ``engine.wire``.
 
     With a launcher it owns the engine process and starts it again when it ends, after a growing pause; with a path
@@ -42,22 +43,14 @@ class EngineReplica:
     """
 
     def __init__(self, id: str, source: EngineLauncher | Path) -> None:
-        self.id = id
-        self.restarts = isinstance(source, EngineLauncher)
-        self.state = ReplicaState.STARTING
-        self.info: EngineInfo | None = None
-        self.load: Load | None = None
-        self.down_reason: str | None = None
-        self.degraded: tuple[str, ...] = ()
+        super().__init__(id, restarts=isinstance(source, EngineLauncher))
         self._source = source
-        self._observers: list[ReplicaObserver] = []
         self._in_flight = InFlight()
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._last_call = 0
         self._connection: EngineConnection | None = None
         self._process: EngineProcess | None = None
         self._ready_since: float | None = None
-        self._changed = asyncio.Event()  # set at each change of state; replaced by whoever waits
         self._life: asyncio.Task[None] | None = None
         self._log = _log.bind(replica=id)
 
@@ -71,33 +64,12 @@ class EngineReplica:
         """Process id of the engine; None while none of our own runs."""
         return None if self._process is None else self._process.pid
 
-    def observe(self, observer: ReplicaObserver) -> None:
-        """Report to ``observer`` from now on."""
-        self._observers.append(observer)
-
     # --- life ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Begin to come up; returns without waiting for READY."""
         assert self._life is None, "a replica is started once"
         self._life = asyncio.create_task(self._keep_alive(), name=self.id)
-
-    async def wait_ready(self, timeout: float) -> None:
-        """Return when READY.
-
-        Raises:
-            ReplicaUnavailable: Not within ``timeout`` seconds, or an engine of our own has ended instead.
-        """
-        try:
-            async with asyncio.timeout(timeout):
-                while self.state is not ReplicaState.READY:
-                    if self.state is ReplicaState.STOPPED or (self.state is ReplicaState.DOWN and self.restarts):
-                        raise ReplicaUnavailable(f"{self.id} does not serve: {self.down_reason}.")
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            reason = f": {self.down_reason}" if self.down_reason else ""
-            raise ReplicaUnavailable(f"{self.id} was not ready within {timeout:.0f} s{reason}.") from None
 
     async def stop(self, grace: float) -> None:
         """Stop for good: running requests get ``grace`` seconds to end, then are aborted."""
@@ -166,7 +138,7 @@ class EngineReplica:
 
     def _connected(self) -> EngineConnection:
         if self._connection is None or self.state is not ReplicaState.READY:
-            raise ReplicaUnavailable(f"{self.id} is not ready: {self.down_reason or self.state}.")
+            raise self._not_ready()
         return self._connection
 
     # --- one life after another --------------------------------------------------------------------------
@@ -292,8 +264,3 @@ class EngineReplica:
         if was_ready:
             for observer in self._observers:
                 observer.on_down(self, reason)
-
-    def _set_state(self, state: ReplicaState, reason: str | None) -> None:
-        self.state = state
-        self.down_reason = reason
-        self._changed.set()

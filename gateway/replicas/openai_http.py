@@ -14,11 +14,13 @@ import structlog
 
 from engine.wire import EngineInfo, Load, Output
 from gateway.config import ReplicaConfig
-from gateway.errors import ReplicaError, ReplicaLost, ReplicaUnavailable
-from gateway.replicas.base import GenerationRequest, ReplicaObserver, ReplicaState
+from gateway.errors import ReplicaError, ReplicaLost
+from gateway.replicas.base import GenerationRequest, ReplicaState
+from gateway.replicas.life import ReplicaLife
 from gateway.replicas.openai_completion import AnswerReader, BrokenAnswer, FailedAnswer, completion_body, refusal
 from gateway.replicas.openai_flight import Flight
 from gateway.replicas.openai_server import OpenAIServer, ServedModel, ServerUnfit, words_for
+from gateway.replicas.served_models import ServedModels
 from gateway.replicas.sse import EventStreamParser, EventTooLong
 from gateway.replicas.supervisor import RestartDelay
 from gateway.replicas.tokenizer_proof import TokenizerProof
@@ -43,7 +45,7 @@ _UNTOLD: Final = (
 _log = structlog.get_logger("headstart.replica")
 
 
-class OpenAIReplica:
+class OpenAIReplica(ReplicaLife):
     """A ``gateway.replicas.base.Replica`` over HTTP. Owns the connections to the server; belongs to one event loop.
 
     The server is somebody else's and may come and go. It is looked at every second, and at once when a request finds
@@ -52,24 +54,28 @@ class OpenAIReplica:
     and the timing of its steps stay its own: ``load`` counts the requests that this gateway has there.
     """
 
-    def __init__(self, id: str, config: ReplicaConfig, proof: TokenizerProof, *, model: str) -> None:
-        """``model`` is the name clients use, which is chosen where the server has several models."""
-        self.id = id
-        self.restarts = False
-        self.state = ReplicaState.STARTING
-        self.info: EngineInfo | None = None
-        self.load: Load | None = None
-        self.down_reason: str | None = None
-        self.degraded: tuple[str, ...] = ()
+    def __init__(
+        self,
+        id: str,
+        config: ReplicaConfig,
+        proof: TokenizerProof,
+        *,
+        model: str,
+        served_models: ServedModels | None = None,
+    ) -> None:
+        """``model`` is the name clients use, which is chosen where the server has several models.
+
+        ``served_models`` are those of the other replicas, with which it has to agree unless its model is configured.
+        """
+        super().__init__(id, restarts=False, url=config.url)
         self._config: Final = config
         self._proof: Final = proof
         self._model: Final = model
-        self._observers: list[ReplicaObserver] = []
+        self._served_models: Final = served_models if config.model is None else None
         self._flights: set[Flight] = set()
         self._boots = itertools.count(1)
         self._server: OpenAIServer | None = None
         self._served: ServedModel | None = None
-        self._changed = asyncio.Event()  # set at each change of state; replaced by whoever waits
         self._look = asyncio.Event()  # somebody has a reason to look at the server now
         self._landed = asyncio.Event()  # no request is in flight
         self._landed.set()
@@ -81,10 +87,6 @@ class OpenAIReplica:
         """Whether its cache events tell all that becomes of its blocks."""
         return False
 
-    def observe(self, observer: ReplicaObserver) -> None:
-        """Report to ``observer`` from now on."""
-        self._observers.append(observer)
-
     # --- life ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -93,23 +95,12 @@ class OpenAIReplica:
         self._server = OpenAIServer(self._config)
         self._life = asyncio.create_task(self._keep_looking(self._server), name=self.id)
 
-    async def wait_ready(self, timeout: float) -> None:
-        """Return when READY. Raises ``ReplicaUnavailable`` after ``timeout`` seconds, or when it was stopped."""
-        try:
-            async with asyncio.timeout(timeout):
-                while self.state is not ReplicaState.READY:
-                    if self.state is ReplicaState.STOPPED:
-                        raise ReplicaUnavailable(f"{self.id} does not serve: {self.down_reason}.")
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            reason = f": {self.down_reason}" if self.down_reason else ""
-            raise ReplicaUnavailable(f"{self.id} was not ready within {timeout:.0f} s{reason}.") from None
-
     async def stop(self, grace: float) -> None:
         """Stop for good: running requests get ``grace`` seconds to end, then are aborted."""
         was_ready = self.state is ReplicaState.READY
         self._set_state(ReplicaState.STOPPED, "stopped")
+        if self._served_models is not None:
+            self._served_models.leave(self.id)
         if was_ready and grace > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace):
@@ -130,7 +121,10 @@ class OpenAIReplica:
             ready_at: float | None = None
             try:
                 card = await server.look(self._model)
-                self._ready(await server.identify(card, self._proof))
+                served = await server.identify(card, self._proof)
+                if self._served_models is not None:
+                    self._served_models.join(self.id, self._config.url, card.id)
+                self._ready(served)
                 ready_at = time.monotonic()
                 while self.state is ReplicaState.READY:
                     await self._until_next_look()
@@ -184,6 +178,8 @@ class OpenAIReplica:
 
     def _down(self, reason: str) -> None:
         was_ready = self.state is ReplicaState.READY
+        if self._served_models is not None:
+            self._served_models.leave(self.id)
         if self.state is ReplicaState.STOPPED:
             return
         repeated = reason == self.down_reason
@@ -194,11 +190,6 @@ class OpenAIReplica:
             for observer in self._observers:
                 observer.on_down(self, reason)
 
-    def _set_state(self, state: ReplicaState, reason: str | None) -> None:
-        self.state = state
-        self.down_reason = reason
-        self._changed.set()
-
     # --- work ------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
@@ -207,7 +198,7 @@ class OpenAIReplica:
         Raises: as ``Replica.generate``; ``ReplicaRefusal`` with what the server says where it refuses the request.
         """
         if self._server is None or self._served is None or self.info is None or self.state is not ReplicaState.READY:
-            raise ReplicaUnavailable(f"{self.id} is not ready: {self.down_reason or self.state}.")
+            raise self._not_ready()
         body = completion_body(self._served.card.id, request)
         flight, boot_id = Flight(self._config.idle_timeout_s), self.info.boot_id
         answer, events = AnswerReader(request), EventStreamParser()
@@ -239,7 +230,7 @@ class OpenAIReplica:
     ) -> dict[str, Any]:
         """Raises ``ReplicaError``: OpenAI's API has no control calls."""
         if self.state is not ReplicaState.READY:
-            raise ReplicaUnavailable(f"{self.id} is not ready: {self.down_reason or self.state}.")
+            raise self._not_ready()
         raise ReplicaError(f"{self.id} is a remote server, which knows no {method!r}: ask it there.")
 
     def resync(self) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from gateway.config import Config
 from gateway.configuration import remote_replicas
 from gateway.errors import ConfigError
+from gateway.replicas.discovery import Discovery
 from gateway.replicas.openai_server import OpenAIServer, ServerUnfit
 
 __all__ = ["with_remote_model"]
@@ -21,7 +22,7 @@ async def with_remote_model(config: Config) -> Config:
         ConfigError: There is none: tokenizer and chat template have to be given.
     """
     reasons = []
-    for replica in remote_replicas(config):
+    for replica in [*remote_replicas(config), *await Discovery(config).look()]:
         server = OpenAIServer(replica)
         try:
             card = await server.look(config.engine.served_name or "")

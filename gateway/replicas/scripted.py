@@ -70,6 +70,7 @@ class ScriptedReplica:
 
     def __init__(self, id: str, tokenizer: Tokenizer, info: EngineInfo | None = None, *, max_running: int = 32) -> None:
         self.id = id
+        self.url: str | None = None
         self.restarts = True
         self.state = ReplicaState.STARTING
         self.info: EngineInfo | None = None

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import gateway
@@ -47,15 +47,14 @@ class Statistics:
     """Owns everything this gateway counts, and the prefill-cost curve of each replica.
 
     A ``ReplicaObserver``. ``record`` and the observer methods are synchronous and cheap; Redis is spoken to by a task
-    of its own, so that Redis being slow, down or read-only costs a request nothing. Give it the replicas that should
-    be shown before they are first ready; others are shown from their ``on_ready`` on. ``companions`` are shared through
-    the same Redis. So many ``documents`` are kept apart in each span of time.
+    of its own, so that Redis being slow, down or read-only costs a request nothing. Replicas are shown from
+    ``add_replica`` or their ``on_ready`` on. ``companions`` are shared through the same Redis. So many ``documents``
+    are kept apart in each span of time.
     """
 
     def __init__(
         self,
         config: RedisConfig,
-        replicas: Iterable[Replica] = (),
         *,
         companions: Sequence[Companion] = (),
         savings: SavingsConfig | None = None,
@@ -69,7 +68,7 @@ class Statistics:
         self.fleet = Fleet()
         self.documents = Documents(documents, clock=clock)
         self._document_share = DocumentShare(self.documents, _DOCUMENT_FLUSHES * config.flush_interval_s)
-        self.replicas: dict[str, Replica] = {replica.id: replica for replica in replicas}
+        self.replicas: dict[str, Replica] = {}
         self._timelines = {span: (self.aggregate.timelines[span], self.fleet.timelines[span]) for span in SPANS}
         self._price = Price.of(savings or SavingsConfig())
         self._costs: dict[str, PrefillCost] = {}
@@ -107,6 +106,16 @@ class Statistics:
     def store_status(self) -> StoreStatus:
         """How the connection to Redis does."""
         return self._store.status
+
+    def add_replica(self, replica: Replica) -> None:
+        """Show a replica, also before it is first ready."""
+        self.replicas[replica.id] = replica
+
+    def remove_replica(self, replica_id: str) -> None:
+        """It has left: what was counted stays, its state is shown no more."""
+        self.replicas.pop(replica_id, None)
+        self._costs.pop(replica_id, None)
+        self._counters.pop(replica_id, None)
 
     # --- what is told -----------------------------------------------------------------------------------
 

@@ -157,6 +157,7 @@ class QuietReplica:
 
     def __init__(self, id: str, info: EngineInfo) -> None:
         self.id = id
+        self.url: str | None = None
         self.restarts = True
         self.state = ReplicaState.READY
         self.info: EngineInfo | None = info

@@ -30,6 +30,8 @@ KEYED: Config = msgspec.structs.replace(
 PUBLIC = {"/health", "/ready", "/version", "/dashboard", "/dashboard/static/{path:path}"}
 OPERATOR = [
     ("GET", "/admin/stats"),
+    ("GET", "/admin/misses"),
+    ("GET", "/admin/documents"),
     ("GET", "/admin/replicas"),
     ("POST", "/admin/cache/reset"),
     ("GET", "/admin/policy"),
@@ -47,6 +49,12 @@ TEMPLATES = [  # who may do what with them is told in test_templates.py
     ("DELETE", "/v1/templates/x"),
 ]
 SWITCHES = [("POST", "/admin/templates/x"), ("POST", "/admin/quality/x")]  # told in test_learned.py and test_quality.py
+REPLICAS = [  # what they do is told in test_membership.py
+    ("POST", "/admin/replicas"),
+    ("DELETE", "/admin/replicas/engine-0"),
+    ("POST", "/admin/replicas/engine-0/drain"),
+    ("POST", "/admin/replicas/engine-0/resume"),
+]
 TENANTS = [
     ("POST", "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
     ("POST", "/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 2}),
@@ -84,7 +92,7 @@ def test_every_route_but_the_public_ones_refuses_a_stranger(bench: Bench) -> Non
             for method in methods:
                 assert await _status(service, method, path) == 401, (method, path)
                 checked.add((method, route.path))
-        assert len(checked) == len(OPERATOR) + len(TENANTS) + len(TEMPLATES) + len(SWITCHES)
+        assert len(checked) == len(OPERATOR) + len(TENANTS) + len(TEMPLATES) + len(SWITCHES) + len(REPLICAS)
 
     bench.run(scenario, KEYED)
 
@@ -96,6 +104,10 @@ def test_o4_the_operators_routes_tell_strangers_tenants_and_the_operator_apart(b
             assert await _status(service, method, path) == 401
             assert await _status(service, method, path, headers=_key("wrong")) == 401
             assert await _status(service, method, path, headers=_key("sk-a")) == 403
+        for method, path in REPLICAS:
+            for key, status in (("wrong", 401), ("sk-a", 403)):
+                assert await _status(service, method, path, headers=_key(key)) == status
+        assert not service.gateway.router.view("engine-0").draining
         cached = (await service.complete("x" * 200, headers=_key("sk-a"))).cached
         assert cached > 0, "a refused reset has no effect"
         for method, path in OPERATOR:

@@ -81,7 +81,7 @@ def test_an_unreachable_replica_leaves_the_gateway_up_and_without_torch(headstar
         assert url in down["reason"]
         code, body = ready(base)
         assert (code, body["ready"]) == (503, False)
-        assert any("replica-0 is" in words and url in words for words in body["degraded"])
+        assert any(words.startswith("replica-") and url in words for words in body["degraded"])
         assert status(f"{base}/health") == 200
         with server(port=port):
             until(lambda: ready(base)[0] == 200)

@@ -72,6 +72,7 @@ class StubReplica:
             max_batch_tokens=512,
         )
         self.load: Load | None = Load(0, 0, 0, 0, 0, 1024, 0, 0, 0, 0)
+        self.url: str | None = None
         self.restarts = True
         self.down_reason: str | None = None
         self.degraded: tuple[str, ...] = ()

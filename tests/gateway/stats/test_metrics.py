@@ -72,7 +72,8 @@ def test_the_ttft_histogram_is_cumulative_and_counts_first_tokens_only(record: R
 
 def test_pool_and_engine_counters_are_labelled_by_replica(record: Record) -> None:
     replica: Any = FakeReplica()
-    statistics = Statistics(RedisConfig(url="redis://localhost:1"), [replica])
+    statistics = Statistics(RedisConfig(url="redis://localhost:1"))
+    statistics.add_replica(replica)
     assert total(scrape(statistics), "headstart_evictions_total") == 0
     statistics.on_ready(replica, replica.info)
     statistics.on_step(replica, StepTiming(0, 0, 1, 10, 0.1), replica.load)

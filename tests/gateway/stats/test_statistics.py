@@ -23,6 +23,7 @@ class FakeReplica:
     def __init__(self, name: str = "engine-0") -> None:
         self.id = name
         self.state = ReplicaState.READY
+        self.url: str | None = None
         self.restarts = True
         self.down_reason: str | None = None
         self.info: EngineInfo | None = None
@@ -65,7 +66,9 @@ def replica() -> FakeReplica:
 
 @pytest.fixture
 def statistics(replica: FakeReplica) -> Statistics:
-    return Statistics(RedisConfig(url="redis://localhost:1"), [replica], clock=lambda: NOW)
+    statistics = Statistics(RedisConfig(url="redis://localhost:1"), clock=lambda: NOW)
+    statistics.add_replica(replica)
+    return statistics
 
 
 def test_a_replica_is_shown_from_before_its_first_report(statistics: Statistics, replica: FakeReplica) -> None:
@@ -149,7 +152,8 @@ def test_series_cover_their_window_in_even_steps(
 
 def test_the_short_series_moves_in_ten_seconds(replica: FakeReplica, record: Record) -> None:
     now = NOW
-    statistics = Statistics(RedisConfig(url="redis://localhost:1"), [replica], clock=lambda: now)
+    statistics = Statistics(RedisConfig(url="redis://localhost:1"), clock=lambda: now)
+    statistics.add_replica(replica)
     for second in range(60):
         now = NOW + second
         statistics._recent.observe(statistics._live_totals(), now)
