@@ -94,7 +94,7 @@ def explain(
                 replica=placement.candidate.replica_id,
                 order=placement.mode,
                 documents=tuple(documents[index].id for index in placement.order),
-                prompt_tokens=len(placement.token_ids),
+                prompt_tokens=placement.length,
                 cached_tokens=placement.cached_tokens,
                 expected_seconds=placement.expected_seconds,
                 in_flight=placement.candidate.in_flight,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
@@ -16,13 +17,14 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
-from cache_policy.keys import TOKEN_BYTES
+from cache_policy.keys import TOKEN_BYTES, token_list
 from gateway.canonical.messages import Message
 from gateway.chat_template import ChatTemplate
 from gateway.document_cuts import DocumentCuts, cut_at_documents
 from gateway.errors import ConfigError, InvalidRequestError
 from gateway.segments import SegmentEncoder, TooManyTokens, cut_rule, refuse_hopeless
 from gateway.spelling import TokenSpellings
+from gateway.words import WordEncoder
 
 __all__ = ["DocumentTokens", "PromptRenderer", "PromptText"]
 
@@ -52,13 +54,16 @@ class DocumentTokens(msgspec.Struct, frozen=True):
 
 
 class PromptRenderer:
-    """Renders and tokenizes for one model folder. Owns the memory of tokenized segments; belongs to one thread.
+    """Renders and tokenizes for one model folder. Owns the memories of tokenized text; belongs to one thread.
 
     ``vocab_size`` is one more than the highest token id, ``spellings`` how each token is written.
     """
 
-    def __init__(self, folder: Path, *, segment_capacity: int = _SEGMENT_CAPACITY) -> None:
+    def __init__(self, folder: Path, *, segment_capacity: int = _SEGMENT_CAPACITY, lazy: bool = False) -> None:
         """Load ``tokenizer.json`` and the chat template of ``folder``; no weights are read.
+
+        ``lazy`` puts off what only prompts need that spell control tokens, some tenths of a second; a program with
+        callers that wait had better not.
 
         Raises:
             ConfigError: a file is missing or cannot be used.
@@ -73,13 +78,23 @@ class PromptRenderer:
         self._template: Final = None if template is None else ChatTemplate(template, _special_spellings(settings))
         self.vocab_size: Final = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.spellings: Final = TokenSpellings(self._tokenizer)
-        rule = cut_rule(definition)
-        self._segments: Final = SegmentEncoder(self._tokenizer, rule, segment_capacity, self.spellings.bytes_of)
+        self._rule: Final = cut_rule(definition)
+        self._segment_capacity: Final = segment_capacity
+        self._segments: Final = self._segment_encoder(self._tokenizer, definition, segment_capacity)
         self._guard: Final = _Guard(definition, self._template.literal_text if self._template else "")
-        guarded = self._guard.tokenizer
-        self._guarded_segments: Final = (
-            None if guarded is None else SegmentEncoder(guarded, rule, segment_capacity // 8, self.spellings.bytes_of)
-        )
+        if not lazy:
+            _ = self._guarded_segments
+
+    @cached_property
+    def _guarded_segments(self) -> SegmentEncoder | None:
+        renamed = self._guard.renamed()
+        if renamed is None:
+            return None
+        return self._segment_encoder(*renamed, self._segment_capacity // 8)
+
+    def _segment_encoder(self, tokenizer: Tokenizer, definition: dict[str, Any], capacity: int) -> SegmentEncoder:
+        words = WordEncoder(tokenizer, definition).encode if WordEncoder.fits(definition) else None
+        return SegmentEncoder(tokenizer, self._rule, capacity, self.spellings.bytes_of, words)
 
     @property
     def supports_tools(self) -> bool:
@@ -116,17 +131,23 @@ class PromptRenderer:
         rendered = template.render(self._guard.mark(turns), tools=self._guard.mark(shown) or None)
         return PromptText(self._guard.swap(rendered), guarded=True)
 
-    def encode_prompt(
+    def prompt_tokens(
         self, prompt: PromptText, limit: int | None = None, blocks: Sequence[str] = (), separator: str = "\n\n"
-    ) -> list[int]:
-        """The ids of a rendered prompt. Raises ``TooManyTokens`` when there are more than ``limit``.
+    ) -> bytes:
+        """The ids of a rendered prompt, as ``cache_policy.keys.token_bytes``.
 
         Documents that stand in it as ``blocks``, ``separator`` between, are tokenized once and remembered, also where
-        no blank line tells them apart.
+        no blank line tells them apart. Raises ``TooManyTokens`` when there are more than ``limit``.
         """
         encoder = self._encoder(prompt)
         cuts = self._cuts(prompt, blocks, separator) if blocks else None
         return encoder.encode(prompt.text, limit, cuts.places if cuts else ())
+
+    def encode_prompt(
+        self, prompt: PromptText, limit: int | None = None, blocks: Sequence[str] = (), separator: str = "\n\n"
+    ) -> list[int]:
+        """``prompt_tokens`` as a list."""
+        return token_list(self.prompt_tokens(prompt, limit, blocks, separator))
 
     def begun_before(self, prompt: PromptText, positions: Sequence[int]) -> list[int]:
         """How many tokens of ``prompt`` begin before each of ``positions``, characters in ascending order."""
@@ -146,7 +167,7 @@ class PromptRenderer:
             return None
 
         def encoded(pieces: Sequence[str]) -> bytes:
-            return b"".join([encoder.encode_to_bytes(piece, limit) for piece in pieces])
+            return b"".join([encoder.encode_whole(piece, limit) for piece in pieces])
 
         tokens = DocumentTokens(encoded(cuts.head), [])
         size = len(tokens.head)
@@ -207,7 +228,7 @@ class _Guard:
         opening, closing = re.escape(self._open), re.escape(self._close)
         self._spelling: Final = re.compile(spelling)
         self._swap: Final = re.compile(f"{opening}({spelling}){closing}|{opening}|{closing}|({spelling})")
-        self.tokenizer: Final = self._renamed(definition)
+        self._definition: Final = definition
 
     def spelled_in(self, value: Any) -> bool:
         """Whether any string within ``value`` spells a control token."""
@@ -243,9 +264,12 @@ class _Guard:
 
         return self._swap.sub(replace, rendered)
 
-    def _renamed(self, definition: dict[str, Any]) -> Tokenizer | None:
-        """The tokenizer that knows control tokens by their secret names only; None where that cannot be."""
-        names = self._names
+    def renamed(self) -> tuple[Tokenizer, dict[str, Any]] | None:
+        """The tokenizer that knows control tokens by their secret names only, and its definition.
+
+        None where that cannot be.
+        """
+        names, definition = self._names, self._definition
         model = dict(definition["model"])
         vocabulary = model.get("vocab")
         if isinstance(vocabulary, dict):
@@ -263,7 +287,9 @@ class _Guard:
         except Exception:  # tokenizers raises plain Exception for whatever a definition lacks
             return None
         expected = {token["content"]: token["id"] for token in added}
-        return tokenizer if all(tokenizer.token_to_id(name) == index for name, index in expected.items()) else None
+        if any(tokenizer.token_to_id(name) != index for name, index in expected.items()):
+            return None
+        return tokenizer, renamed
 
 
 def _is_control(token: dict[str, Any], template_text: str) -> bool:

@@ -3,8 +3,8 @@
 A text may be cut where the tokenizer's pre-tokenizer is certain to split anyway, whatever stands on either side; then
 the pieces' ids put together are the ids of the whole. For the two families of pre-tokenizers in wide use such a place
 is found at blank lines, before the newlines or after them. A piece that was not there before is cut again where a
-line or a part of a sentence ends, since often only a date or a name in it is new. Every other tokenizer gets the whole
-text at once.
+line or a part of a sentence ends, since often only a date or a name in it is new; at lines only where words can be
+looked up (``gateway.words``). Every other tokenizer gets the whole text at once.
 """
 
 from __future__ import annotations
@@ -15,14 +15,23 @@ import unicodedata
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain, pairwise
-from typing import Any, Final, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from cache_policy.keys import token_bytes
+from cache_policy.keys import TOKEN_BYTES, token_bytes, token_list
 
-__all__ = ["EXAMINED_PATTERNS", "CutRule", "SegmentEncoder", "TooManyTokens", "cut_rule", "is_ink", "refuse_hopeless"]
+__all__ = [
+    "EXAMINED_PATTERNS",
+    "GPT2_PATTERN",
+    "CutRule",
+    "SegmentEncoder",
+    "TooManyTokens",
+    "cut_rule",
+    "is_ink",
+    "refuse_hopeless",
+]
 
 _PIECE_OVERHEAD: Final = 32
 """What an entry of the memory costs besides its ids, in tokens."""
@@ -58,9 +67,11 @@ _LETTERS_O200K: Final = (
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
+GPT2_PATTERN: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The pattern behind ``ByteLevel``, which its definition does not spell out."""
+
 EXAMINED_PATTERNS: Final[dict[str, CutRule]] = {
-    # GPT-2 and what was trained with its pre-tokenizer
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": CutRule.BEFORE_NEWLINES,
+    GPT2_PATTERN: CutRule.BEFORE_NEWLINES,  # and what was trained with its pre-tokenizer
     # cl100k, Llama 3
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}": (
         CutRule.AFTER_NEWLINES
@@ -146,48 +157,63 @@ def _step_rule(step: dict[str, Any]) -> CutRule | None:
 class SegmentEncoder:
     """A tokenizer with a memory of pieces. Owns that memory; belongs to one thread.
 
-    ``capacity`` bounds it in tokens; the longest unused pieces leave first. A token costs about 12 bytes (ids
-    are shared integer objects) plus the text of its piece. ``spelled`` gives a token's bytes where they are known.
+    ``capacity`` bounds it in tokens; the longest unused pieces leave first. A token costs 4 bytes plus the text of its
+    piece. ``spelled`` gives a token's bytes where they are known, ``words`` the ids of a text that it can look up word
+    by word (``gateway.words``). Ids are ``cache_policy.keys.token_bytes`` throughout.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, rule: CutRule, capacity: int, spelled: Callable[[int], bytes] | None = None
+        self,
+        tokenizer: Tokenizer,
+        rule: CutRule,
+        capacity: int,
+        spelled: Callable[[int], bytes] | None = None,
+        words: Callable[[str], bytes | None] | None = None,
     ) -> None:
         self.rule: Final = rule
         self._sizes = None if spelled is None else _Sizes(spelled)
         self._tokenizer = tokenizer
+        self._words = words
         self._capacity = capacity
-        self._pieces: OrderedDict[str, _Piece] = OrderedDict()
+        self._pieces: OrderedDict[str, bytes] = OrderedDict()
         self._held = 0
-        self._shared_ids: dict[int, int] = {}
-        self._latest: tuple[str, list[tuple[str, _Piece]]] = ("", [])  # what was encoded last, to be asked of again
+        self._latest: tuple[str, list[tuple[str, bytes]]] = ("", [])  # what was encoded last, to be asked of again
 
-    def encode(self, text: str, limit: int | None = None, places: Sequence[int] = ()) -> list[int]:
+    def encode(self, text: str, limit: int | None = None, places: Sequence[int] = ()) -> bytes:
         """The ids of ``text``, the same as without cuts, no special tokens added.
 
-        ``places`` are further ones at which it may be cut, in ascending order.
+        ``places`` are further ones at which it may be cut, in ascending order. What stands between two of them is
+        remembered as a whole.
 
         Raises:
             TooManyTokens: there are more than ``limit`` of them; found out without tokenizing all of a long text.
         """
-        ids: list[int] = []
-        walked: list[tuple[str, _Piece]] = []
-        parts = (text[start:stop] for start, stop in pairwise((0, *places, len(text)))) if places else (text,)
-        for text_piece in chain.from_iterable(map(self.pieces, parts)):
-            piece = self._remember(text_piece, limit)
-            walked.append((text_piece, piece))
-            ids += piece.ids
-            if limit is not None and len(ids) > limit:
-                raise TooManyTokens(len(ids))
+        walked: list[tuple[str, bytes]] = []
+        size = 0
+        last = len(places)
+        for index, (start, stop) in enumerate(pairwise((0, *places, len(text)))):
+            part = text[start:stop]
+            for piece in (part,) if 0 < index < last else self.pieces(part):
+                data = self.encode_whole(piece, limit) if 0 < index < last else self._remember(piece, limit)
+                walked.append((piece, data))
+                size += len(data)
+                if limit is not None and size > limit * TOKEN_BYTES:
+                    raise TooManyTokens(size // TOKEN_BYTES)
         self._latest = text, walked
-        return ids
+        return b"".join([data for _, data in walked])
 
-    def encode_to_bytes(self, text: str, limit: int | None = None) -> bytes:
-        """The ids of ``text`` as they are hashed into block keys (``cache_policy.keys.token_bytes``).
+    def encode_whole(self, text: str, limit: int | None = None) -> bytes:
+        """``encode`` for what comes again as a whole: it is remembered as such, besides its pieces.
 
         Raises ``TooManyTokens`` early for a long piece that has far more than ``limit``.
         """
-        return b"".join([self._remember(piece, limit).data for piece in self.pieces(text)])
+        known = self._known(text)
+        if known is not None:
+            return known
+        pieces = [*self.pieces(text)]
+        if len(pieces) == 1:
+            return self._remember(text, limit)
+        return self._keep(text, b"".join([self._remember(piece, limit) for piece in pieces]))
 
     def begun_before(self, text: str, positions: Sequence[int]) -> list[int]:
         """How many tokens of ``text`` begin before each of ``positions``, characters in ascending order.
@@ -195,31 +221,34 @@ class SegmentEncoder:
         A token that holds only part of a character begins where the character does.
         """
         counts: list[int] = []
-        start = tokens = 0
+        start = tokens = at = 0
         latest, walked = self._latest
         if latest != text:
             walked = [(piece, self._remember(piece, None)) for piece in self.pieces(text)]
-        for piece, (ids, _) in walked:
+        for piece, data in walked:
             end = start + len(piece)
-            within: list[int] = []
-            while len(counts) + len(within) < len(positions) and positions[len(counts) + len(within)] < end:
-                within.append(max(0, positions[len(counts) + len(within)] - start))
-            if any(within):
-                counts += [tokens + count for count in self._begun_before(piece, ids, within)]
-            else:
-                counts += [tokens] * len(within)
-            tokens += len(ids)
+            first = at
+            while at < len(positions) and positions[at] < end:
+                at += 1
+            if at > first:
+                within = [max(0, position - start) for position in positions[first:at]]
+                begun = self._begun_before(piece, data, within) if any(within) else [0] * len(within)
+                counts += [tokens + count for count in begun]
+            tokens += len(data) // TOKEN_BYTES
             start = end
-        return counts + [tokens] * (len(positions) - len(counts))
+        return counts + [tokens] * (len(positions) - at)
 
-    def _begun_before(self, piece: str, ids: Sequence[int], positions: Sequence[int]) -> list[int]:
+    def _begun_before(self, piece: str, data: bytes, positions: Sequence[int]) -> list[int]:
         """``begun_before`` of one piece, whose ids these are."""
         if self._sizes is not None:
-            ends = [*accumulate(map(self._sizes.__getitem__, ids))]
-            if ends and ends[-1] == len(piece.encode("utf-8", "surrogatepass")):  # the vocabulary is one of bytes
-                starts = [0, *ends[:-1]]
+            starts = [*accumulate(map(self._sizes.__getitem__, token_list(data)), initial=0)]
+            size = starts.pop()
+            if piece.isascii():
+                if size == len(piece):  # the vocabulary is one of bytes
+                    return [bisect_left(starts, position) for position in positions]
+            elif size == len(piece.encode("utf-8", "surrogatepass")):
                 sizes = [len(piece[:position].encode("utf-8", "surrogatepass")) for position in positions]
-                return [bisect_left(starts, size) for size in sizes]
+                return [bisect_left(starts, place) for place in sizes]
         encoding = self._tokenizer.encode(piece, add_special_tokens=False)
         starts = [first for first, _ in encoding.offsets]
         return [bisect_left(starts, position) for position in positions]
@@ -252,39 +281,52 @@ class SegmentEncoder:
                 start = match.start()
         yield piece[start:]
 
-    def _remember(self, text: str, limit: int | None) -> _Piece:
-        piece = self._known(text)
-        if piece is not None:
-            return piece
+    def _lines(self, piece: str) -> Iterator[str]:
+        """``piece`` cut as ``_clauses`` cuts it, but at lines only."""
+        start = 0
+        if self.rule is not CutRule.NEVER and len(piece) >= _SHORT:
+            behind = self.rule is CutRule.AFTER_NEWLINES
+            at = piece.find("\n", 1)
+            while at >= 0:
+                if "!" <= piece[at - 1] <= "~" and piece[at + 1 : at + 2].isalpha():
+                    yield piece[start : at + behind]
+                    start = at + behind
+                at = piece.find("\n", at + 1)
+        yield piece[start:]
+
+    def _remember(self, text: str, limit: int | None) -> bytes:
+        known = self._known(text)
+        if known is not None:
+            return known
         if limit is not None:
             refuse_hopeless(self._tokenizer, text, limit)
-        clauses = list(self._clauses(text))
-        if len(clauses) == 1:
+        parts = [*(self._lines(text) if self._words is not None and text.isascii() else self._clauses(text))]
+        if len(parts) == 1:
             return self._keep(text, self._tokenized(text))
-        parts = [self._known(clause) or self._keep(clause, self._tokenized(clause)) for clause in clauses]
-        ids = [*chain.from_iterable([part.ids for part in parts])]
-        return self._keep(text, _Piece(ids, b"".join([part.data for part in parts])))
+        return self._keep(text, b"".join([self._known(part) or self._part(part) for part in parts]))
 
-    def _known(self, text: str) -> _Piece | None:
-        piece = self._pieces.get(text)
-        if piece is not None:
+    def _part(self, text: str) -> bytes:
+        data = self._tokenized(text)
+        return data if self._words is not None and len(text) < _SHORT else self._keep(text, data)
+
+    def _known(self, text: str) -> bytes | None:
+        data = self._pieces.get(text)
+        if data is not None:
             self._pieces.move_to_end(text)
-        return piece
+        return data
 
-    def _tokenized(self, text: str) -> _Piece:
-        shared = self._shared_ids
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        ids = [shared.setdefault(token, token) for token in encoding.ids]
-        return _Piece(ids, token_bytes(ids))
+    def _tokenized(self, text: str) -> bytes:
+        data = None if self._words is None else self._words(text)
+        return token_bytes(self._tokenizer.encode(text, add_special_tokens=False).ids) if data is None else data
 
-    def _keep(self, text: str, piece: _Piece) -> _Piece:
-        size = len(piece.ids)
+    def _keep(self, text: str, data: bytes) -> bytes:
+        size = len(data) // TOKEN_BYTES
         if size <= self._capacity // 8:
-            self._pieces[text] = piece
+            self._pieces[text] = data
             self._held += size + _PIECE_OVERHEAD
             while self._held > self._capacity:
-                self._held -= len(self._pieces.popitem(last=False)[1].ids) + _PIECE_OVERHEAD
-        return piece
+                self._held -= len(self._pieces.popitem(last=False)[1]) // TOKEN_BYTES + _PIECE_OVERHEAD
+        return data
 
 
 class _Sizes(dict[int, int]):
@@ -297,13 +339,6 @@ class _Sizes(dict[int, int]):
     def __missing__(self, token: int) -> int:
         size = self[token] = len(self._spelled(token))
         return size
-
-
-class _Piece(NamedTuple):
-    """A tokenized piece: its ids, and the same as bytes."""
-
-    ids: list[int]
-    data: bytes
 
 
 def is_ink(character: str) -> bool:

@@ -13,7 +13,6 @@ from typing import Final
 
 import msgspec
 
-from cache_policy.keys import token_bytes
 from gateway.analysis.cache import SimulatedFleet
 from gateway.analysis.examples import ShownPrompt, show
 from gateway.analysis.log import BadLine, LoggedRequest, read_bodies
@@ -100,7 +99,7 @@ class _Pass(ABC):
 
     def __init__(self, job: Job, canonical: CanonicalConfig, renderer: PromptRenderer | None) -> None:
         self.job: Final = job
-        self.renderer: Final = renderer or PromptRenderer(job.folder)
+        self.renderer: Final = renderer or PromptRenderer(job.folder, lazy=True)
         self.fleet: Final = SimulatedFleet(job.sizes, job.policy, job.block_size, self.renderer.vocab_size)
         self.path: Final = self.request_path(canonical)
         self.tallies: Final[dict[str, TemplateTally]] = {}
@@ -176,7 +175,7 @@ class CanonicalPass(_Pass):
         hits = self.serve(weighed.placements, bypass=_bypasses(body))
         if weighed.sighting is not None:
             self.path.popularity.observe(weighed.sighting)
-        tally = self.count(weighed.canonical.template, weighed.canonical.filled, len(first.token_ids), hits)
+        tally = self.count(weighed.canonical.template, weighed.canonical.filled, first.length, hits)
         if not _bypasses(body):
             shown = _shown(weighed, first, None)
             tally.anywhere += self._seen_anywhere(first.root, shown)
@@ -226,7 +225,7 @@ class AsIsPass(_Pass):
         filled, _ = self._recognition.recognize(recognizable(body), _CALLER)
         weighed = self.path.weigh_chat(as_written(body), _CALLER)
         placement, bypass = weighed.placements[0], _bypasses(body)
-        size, length = self.job.block_size, len(placement.token_ids)
+        size, length = self.job.block_size, placement.length
         template = UNREGISTERED if filled is None else filled.template.name
         shown = _shown(weighed, placement, filled)
         hits = self.serve(weighed.placements, bypass=bypass)
@@ -240,7 +239,7 @@ class AsIsPass(_Pass):
         witness, common = None, 0
         verdicts = []
         if not bypass:
-            shared = self._memory.remember(placement.root, token_bytes(placement.token_ids), line)
+            shared = self._memory.remember(placement.root, placement.tokens, line)
             witness, common = shared.serial, shared.tokens
             verdicts = self._history.judge(placement.root, shown.parts, line)
         sighting = Sighting(
@@ -265,10 +264,10 @@ class AsIsPass(_Pass):
     def causes(self) -> tuple[CauseRow, ...]:
         """The table of causes, with an example each, for which the few requests it takes are read once more."""
         occurrences = self._table.occurrences()
-        wanted = {line for occurrence in occurrences for line in (occurrence.serial, occurrence.witness)}
+        wanted = {line for occurrence in occurrences for line in (occurrence.serial, occurrence.witness) if line}
         prompts: dict[int, ShownPrompt] = {}
-        for line, body in read_bodies(self.job.log, self.job.name, lambda fraction: None):
-            if line in wanted and isinstance(body, LoggedRequest):
+        for line, body in read_bodies(self.job.log, self.job.name, lambda fraction: None, wanted):
+            if isinstance(body, LoggedRequest):
                 filled, _ = self._recognition.recognize(recognizable(body), _CALLER)
                 weighed = self.path.weigh_chat(as_written(body), _CALLER)
                 prompts[line] = _shown(weighed, weighed.placements[0], filled)

@@ -91,7 +91,7 @@ def _work(connection: Connection, folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     result: PassResult | HeadstartError
     try:
-        renderer = PromptRenderer(folder)
+        renderer = PromptRenderer(folder, lazy=True)
         result = CanonicalPass(connection.recv(), renderer).run(lambda fraction: None)
     except HeadstartError as error:
         result = error

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from cache_policy.keys import chain_keys
+from cache_policy.keys import TOKEN_BYTES, chain_keys, token_bytes, token_list
 from gateway.canonical.layout import SEPARATOR, Layout
 from gateway.canonical.order import UNLIMITED, OrderLimits, by_id
 from gateway.canonical.popularity import Snapshot
@@ -39,12 +39,13 @@ class Placement(msgspec.Struct, frozen=True):
     """A prompt at a replica.
 
     ``order`` indexes the layout's documents and ``mode`` is how it came about; the first ``led`` of them stand in front
-    because the replica holds them. ``cached_tokens`` is what it is believed to hold of the prompt. ``prompt`` is a
-    chat's rendered text, None for a prompt that was never rendered.
+    because the replica holds them. ``cached_tokens`` is what it is believed to hold of the prompt, whose ids are
+    ``tokens`` (``cache_policy.keys.token_bytes``). ``prompt`` is a chat's rendered text, None for a prompt that was
+    never rendered.
     """
 
     candidate: Candidate
-    token_ids: list[int]
+    tokens: bytes
     root: bytes
     keys: list[bytes]
     cached_tokens: int
@@ -54,14 +55,24 @@ class Placement(msgspec.Struct, frozen=True):
     prompt: PromptText | None = None
 
     @property
+    def length(self) -> int:
+        """Of the prompt, in tokens."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt's ids, made each time they are asked for."""
+        return token_list(self.tokens)
+
+    @property
     def expected_seconds(self) -> float:
         """From now to the first token of this prompt at this replica."""
-        return self.candidate.expected_seconds(len(self.token_ids), self.cached_tokens)
+        return self.candidate.expected_seconds(self.length, self.cached_tokens)
 
     @property
     def fits(self) -> bool:
         """Whether the prompt leaves room for output."""
-        return len(self.token_ids) < self.candidate.info.max_model_len
+        return self.length < self.candidate.info.max_model_len
 
 
 class OrderWish(msgspec.Struct, frozen=True):
@@ -100,7 +111,7 @@ def weigh_chat(
     return [
         _placed(
             candidate,
-            conversation.token_ids(order.indexes),
+            conversation.tokens(order.indexes),
             root,
             conversation.keys(order.indexes, root, candidate.info.block_size),
             order,
@@ -132,12 +143,12 @@ def place_tokens(
 ) -> Placement:
     """Choose the replica of a prompt that is what it is. Raises ``ContextLengthError`` as ``weigh_chat``."""
     refuse_too_long(token_ids, candidates)
-    as_is = _Order((), "none")
+    as_is, tokens = _Order((), "none"), token_bytes(token_ids)
     placements = []
     for candidate in candidates:
         root = root_of(candidate)
-        keys = chain_keys(root, token_ids, candidate.info.block_size)
-        placements.append(_placed(candidate, token_ids, root, keys, as_is, use_cache=use_cache))
+        keys = chain_keys(root, tokens, candidate.info.block_size)
+        placements.append(_placed(candidate, tokens, root, keys, as_is, use_cache=use_cache))
     return cheapest(placements)
 
 
@@ -153,25 +164,25 @@ class _Conversation:
         self._renderer = renderer
         self._limit = limit
         self._prompts: dict[tuple[int, ...], PromptText] = {}
-        self._token_ids: dict[tuple[int, ...], list[int]] = {}
+        self._tokens: dict[tuple[int, ...], bytes] = {}
         self._keys: dict[tuple[tuple[int, ...], bytes, int], list[bytes]] = {}
 
-    def token_ids(self, order: tuple[int, ...]) -> list[int]:
-        token_ids = self._token_ids.get(order)
-        if token_ids is None:
+    def tokens(self, order: tuple[int, ...]) -> bytes:
+        tokens = self._tokens.get(order)
+        if tokens is None:
             with self._length_refused():
-                separator = self._layout.separator if self._layout.pasted is not None else None
+                separator = self._layout.separator
                 blocks = [self.documents[index].block for index in order] if separator is not None else ()
-                token_ids = self._renderer.encode_prompt(
+                tokens = self._renderer.prompt_tokens(
                     self.prompt(order), self._limit - 1, blocks, separator or SEPARATOR
                 )
-            self._token_ids[order] = token_ids
-        return token_ids
+            self._tokens[order] = tokens
+        return tokens
 
     def keys(self, order: tuple[int, ...], root: bytes, block_size: int) -> list[bytes]:
         keys = self._keys.get((order, root, block_size))
         if keys is None:
-            keys = chain_keys(root, self.token_ids(order), block_size)
+            keys = chain_keys(root, self.tokens(order), block_size)
             self._keys[order, root, block_size] = keys
         return keys
 
@@ -236,7 +247,7 @@ def _orders(
 
 def _placed(
     candidate: Candidate,
-    token_ids: list[int],
+    tokens: bytes,
     root: bytes,
     keys: list[bytes],
     order: _Order,
@@ -244,14 +255,14 @@ def _placed(
     use_cache: bool,
     prompt: PromptText | None = None,
 ) -> Placement:
-    size = candidate.info.block_size
+    size, resident = candidate.info.block_size, candidate.resident
     cached = 0
     if use_cache:
-        for key in keys[: (len(token_ids) - 1) // size]:  # the last prompt token is always computed
-            if key not in candidate.resident:
+        for key in keys[: (len(tokens) // TOKEN_BYTES - 1) // size]:  # the last prompt token is always computed
+            if key not in resident:
                 break
             cached += size
-    return Placement(candidate, token_ids, root, keys, cached, order.indexes, order.mode, order.led, prompt)
+    return Placement(candidate, tokens, root, keys, cached, order.indexes, order.mode, order.led, prompt)
 
 
 def cheapest(placements: Sequence[Placement]) -> Placement:

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
+from cache_policy.keys import token_list
 from gateway.segments import EXAMINED_PATTERNS, CutRule, SegmentEncoder, TooManyTokens, cut_rule
 from gateway.spelling import TokenSpellings
+from gateway.words import WordEncoder
 
 TokenizerBehind = Callable[[pre_tokenizers.PreTokenizer], Tokenizer]
 
@@ -49,17 +51,19 @@ def definition(tokenizer: Tokenizer) -> dict[str, Any]:
     return decoded
 
 
-def encoder(tokenizer: Tokenizer, rule: CutRule, capacity: int = 10_000) -> SegmentEncoder:
-    return SegmentEncoder(tokenizer, rule, capacity)
+def encoder(tokenizer: Tokenizer, rule: CutRule, capacity: int = 10_000, *, words: bool = False) -> SegmentEncoder:
+    looked_up = WordEncoder(tokenizer, definition(tokenizer)).encode if words else None
+    return SegmentEncoder(tokenizer, rule, capacity, words=looked_up)
 
 
+@pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
-def test_cut_and_whole_tokenization_are_equal(name: str, tokenizer_behind: TokenizerBehind) -> None:
+def test_cut_and_whole_tokenization_are_equal(name: str, words: bool, tokenizer_behind: TokenizerBehind) -> None:
     split = PRE_TOKENIZERS[name]
     tokenizer = tokenizer_behind(split)
     rule = cut_rule(definition(tokenizer))
     assert rule is not CutRule.NEVER
-    segments = encoder(tokenizer, rule)
+    segments = encoder(tokenizer, rule, words=words)
     cuts = 0
 
     @settings(deadline=None)  # an example can wait for a busy processor
@@ -69,9 +73,11 @@ def test_cut_and_whole_tokenization_are_equal(name: str, tokenizer_behind: Token
         pieces = list(segments.pieces(text))
         cuts += len(pieces) - 1
         assert "".join(pieces) == text
-        words = [word for piece in pieces for word, _ in split.pre_tokenize_str(piece)]
-        assert words == [word for word, _ in split.pre_tokenize_str(text)]
-        assert segments.encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
+        found = [word for piece in pieces for word, _ in split.pre_tokenize_str(piece)]
+        assert found == [word for word, _ in split.pre_tokenize_str(text)]
+        expected = tokenizer.encode(text, add_special_tokens=False).ids
+        assert token_list(segments.encode(text)) == expected
+        assert token_list(segments.encode_whole(text)) == expected
 
     check()
     assert cuts > 0
@@ -109,7 +115,7 @@ def test_normalization_to_nfc_allows_cuts(tokenizer_behind: TokenizerBehind) -> 
     assert rule is CutRule.AFTER_NEWLINES
     text = "e\u0301\n\n\u0301e\u0301\n\nend"
     assert len(list(encoder(tokenizer, rule).pieces(text))) == 3
-    assert encoder(tokenizer, rule).encode(text) == tokenizer.encode(text).ids
+    assert token_list(encoder(tokenizer, rule).encode(text)) == tokenizer.encode(text).ids
 
 
 @pytest.mark.parametrize(
@@ -166,13 +172,6 @@ def test_repeated_pieces_are_tokenized_once_and_the_unused_leave_first(tokenizer
     assert counting.texts == ["\n\nunique question 0"]  # long gone, while what is used stayed
 
 
-def test_a_callers_list_never_changes_the_memory(tokenizer_behind: TokenizerBehind) -> None:
-    segments = encoder(tokenizer_behind(PRE_TOKENIZERS["gpt2"]), CutRule.BEFORE_NEWLINES)
-    expected = list(segments.encode("One."))
-    segments.encode("One.").clear()
-    assert segments.encode("One.") == expected
-
-
 @pytest.mark.parametrize("text", ["word " * 50_000, " " * 3_000_000, "\n\nshort line" * 20_000, "x" * 60_000])
 def test_a_text_far_over_the_limit_is_refused_without_tokenizing_it_all(
     text: str, tokenizer_behind: TokenizerBehind
@@ -188,7 +187,7 @@ def test_the_limit_is_exact_for_texts_that_are_tokenized(tokenizer_behind: Token
     tokenizer = tokenizer_behind(PRE_TOKENIZERS["gpt2"])
     text = "One.\n\nTwo, and some more.\n\nThree."
     count = len(tokenizer.encode(text).ids)
-    assert len(encoder(tokenizer, CutRule.BEFORE_NEWLINES).encode(text, limit=count)) == count
+    assert len(token_list(encoder(tokenizer, CutRule.BEFORE_NEWLINES).encode(text, limit=count))) == count
     with pytest.raises(TooManyTokens):
         encoder(tokenizer, CutRule.BEFORE_NEWLINES).encode(text, limit=count - 1)
 
@@ -234,5 +233,27 @@ def test_of_a_text_that_differs_in_one_value_only_the_clauses_around_it_are_toke
     text = "You are the assistant of Acme. Now: {}. Talk to nobody else.\nRules: be brief, name your sources; no more."
     segments.encode(text.format("10:00"))
     del tokenized[:]
-    assert segments.encode(text.format("10:01")) == tokenizer.encode(text.format("10:01")).ids
+    assert token_list(segments.encode(text.format("10:01"))) == tokenizer.encode(text.format("10:01")).ids
     assert tokenized == [" Now: 10:01."]
+
+
+@pytest.mark.parametrize("rule", [CutRule.BEFORE_NEWLINES, CutRule.AFTER_NEWLINES])
+def test_of_a_text_of_known_words_only_the_lines_that_differ_are_looked_up(
+    rule: CutRule, tokenizer_behind: TokenizerBehind
+) -> None:
+    number = [*EXAMINED_PATTERNS.values()].index(rule)
+    tokenizer = tokenizer_behind(PRE_TOKENIZERS[f"pattern {number}"])
+    words = WordEncoder(tokenizer, definition(tokenizer))
+    asked: list[str] = []
+
+    def look_up(text: str) -> bytes | None:
+        asked.append(text)
+        return words.encode(text)
+
+    segments = SegmentEncoder(tokenizer, rule, 10_000, words=look_up)
+    text = f"You assist Acme.\nNow: {{}}.\n{'Be brief, be friendly. ' * 6}\n- Name your sources."
+    segments.encode(text.format("10:00"))
+    del asked[:]
+    assert token_list(segments.encode(text.format("10:01"))) == tokenizer.encode(text.format("10:01")).ids
+    assert not any("friendly" in piece for piece in asked)
+    assert any("10:01" in piece for piece in asked)
