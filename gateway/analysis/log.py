@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -50,7 +50,7 @@ _decoder: Final = msgspec.json.Decoder(LoggedRequest)
 
 
 def read_bodies(
-    path: Path, name: str, progress: Callable[[float], None]
+    path: Path, name: str, progress: Callable[[float], None], only: Collection[int] | None = None
 ) -> Iterator[tuple[int, LoggedRequest | BadLine]]:
     """Every line that is not empty, with its number from 1: a body, or what is wrong with it.
 
@@ -58,6 +58,7 @@ def read_bodies(
         path: the file; gzip is recognized by its content.
         name: what to call it.
         progress: called now and then with the fraction of the file that has been read.
+        only: the numbers of the lines that are wanted; None wants all.
 
     Raises:
         LogError: the file cannot be read to its end.
@@ -69,7 +70,7 @@ def read_bodies(
             file.seek(0)
             content: BinaryIO = gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[assignment]
             for line, text in enumerate(content, 1):
-                if not text.isspace():
+                if (only is None or line in only) and not text.isspace():
                     try:
                         yield line, decode_body(_decoder, text)
                     except InvalidRequestError as error:

@@ -148,12 +148,14 @@ class _Generations:
             return found
         found = self._old.get(digest)
         self._new[digest] = serial if found is None else found
-        if len(self._new) > self._capacity:
-            self._old, self._new = self._new, {}
+        self._forget()
         return found
 
     def known(self, chain: Sequence[int], serial: int) -> tuple[int, int | None]:
-        """How many digests of ``chain`` were there from its start on, and the number under the last of these."""
+        """How many digests of ``chain`` were there from its start on, and the number under the last of these.
+
+        As ``get_or_put`` does, it puts ``serial`` under those that were not there.
+        """
         new, old = self._new, self._old
         count, latest = 0, None
         for digest in chain:
@@ -165,10 +167,14 @@ class _Generations:
                 new[digest] = found
             count, latest = count + 1, found
         for digest in chain[count:]:
-            self.get_or_put(digest, serial)
-        if len(new) > self._capacity:
-            self._old, self._new = new, {}
+            if digest not in new:
+                new[digest] = old.get(digest, serial)
+        self._forget()
         return count, latest
+
+    def _forget(self) -> None:
+        if len(self._new) > self._capacity:
+            self._old, self._new = self._new, {}
 
 
 def _chain(texts: Sequence[bytes]) -> list[int]:

@@ -74,3 +74,14 @@ def test_literal_text_is_what_the_template_can_write_by_itself() -> None:
     template = ChatTemplate("<a>{{ '<b>' + messages[0].content }}{% if '<c>' in 'x' %}<d>{% endif %}", {})
     assert all(token in template.literal_text for token in ("<a>", "<b>", "<c>", "<d>"))
     assert "content" not in template.literal_text
+
+
+def test_the_short_ways_of_the_sandbox_lead_where_the_long_ones_do() -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }} {{ m.absent is defined }} {{ m.items() | length }} {{ m['content'] }} "
+        "{{ m.items is callable }} {{ loop.first }} {{ loop.last }} {{ loop.index }} {{ loop.index0 }} "
+        "{{ loop.length }} {{ loop.revindex }} {{ loop.cycle(1, 2) }}\n{% endfor %}"
+    )
+    turns = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "there", "items": "hidden"}]
+    expected = "user False 2 hi True True False 1 0 2 2 1\ntool False 3 there True False True 2 1 2 1 2\n"
+    assert ChatTemplate(source, {}).render(turns) == expected

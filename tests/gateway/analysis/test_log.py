@@ -63,3 +63,8 @@ def test_a_log_that_breaks_off_is_an_error(write_log: Writer, tmp_path: Path) ->
         read(packed)
     with pytest.raises(LogError, match="absent"):
         read(tmp_path / "absent")
+
+
+def test_only_the_lines_that_are_wanted_are_read(write_log: Writer) -> None:
+    path = write_log([GOOD, "{", "", GOOD, GOOD])
+    assert [line for line, _ in read_bodies(path, "log", lambda fraction: None, {1, 3, 4})] == [1, 4]

@@ -10,9 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.analysis import run
-from gateway.analysis.cache import SimulatedFleet
+from gateway.analysis.cache import SimulatedFleet, _Bounded, _LeastRecent
 from gateway.analysis.log import LogError
 from gateway.analysis.passes import Job
 from gateway.analysis.report import Report
@@ -218,9 +220,23 @@ def test_any_text_survives_as_toml(text: str) -> None:
 
 
 def test_the_keys_of_a_simulated_cache_cannot_be_listed_but_asked_for() -> None:
-    cache = SimulatedFleet((4,), "lru", 16, 100).caches[0]
+    cache = SimulatedFleet((4,), "fifo", 16, 100).caches[0]
     keys = [bytes([index] * 16) for index in range(6)]
     assert cache.request(keys) == 0
     assert cache.request(keys) == 4
     assert [key in cache.resident for key in keys] == [True] * 4 + [False] * 2
     assert len(cache.resident) == 4
+
+
+CHAIN = st.lists(st.integers(0, 3), max_size=8)
+
+
+@settings(deadline=None)
+@given(st.lists(CHAIN, max_size=40), st.integers(1, 12))
+def test_the_short_way_of_lru_hits_and_holds_what_the_engines_policy_does(chains: list[list[int]], blocks: int) -> None:
+    quick, slow = _LeastRecent(blocks), _Bounded("lru", blocks)
+    for chain in chains:
+        keys = [hash((7, *chain[: depth + 1])).to_bytes(16, "little", signed=True) for depth in range(len(chain))]
+        assert quick.request(keys) == slow.request(keys)
+        assert len(quick.resident) == len(slow.resident)
+        assert all(key in slow.resident for key in quick.resident)

@@ -79,3 +79,16 @@ def test_what_is_wrong_with_a_document_is_named_by_its_place(document: dict[str,
         read({"id": "first", "text": "A"}, document)
     assert caught.value.param == param
     assert caught.value.status == 400
+
+
+def test_a_document_that_was_read_before_is_read_the_same_and_still_checked() -> None:
+    given = {"id": "d", "title": "T", "text": "text", "url": "u"}
+    (first,), (again,) = read(dict(given)), read(dict(given))
+    assert first == again
+    assert read(given | {"url": "v"})[0].attributes == (("url", "v"),)
+    for place in (0, 1):
+        documents = [given, given]
+        documents[place] = {"id": "d", "text": " "}
+        with pytest.raises(InvalidRequestError) as caught:
+            read(*documents)
+        assert caught.value.param == f"documents[{place}].text"
