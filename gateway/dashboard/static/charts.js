@@ -1,6 +1,8 @@
 // The charts over time. uPlot draws on a canvas; colours come from the style sheet, so that they follow the theme.
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
-import { percent, seconds } from "./format.js";
+import { FiguresOf } from "./figures.js";
+import { CAUSES } from "./causes.js";
+import { count, percent, seconds } from "./format.js";
 
 const HEIGHT = 190;
 const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", hour12: false });
@@ -36,6 +38,20 @@ export function PrefillChart({ series, theme }) {
       { name: "saved", color: "--saved" },
       { name: "spent", color: "--spent" },
     ]} />`;
+}
+
+// Stacked: each line of the plot is the sum of its cause and those below, drawn from the tallest to the lowest.
+export function MissChart({ series, theme }) {
+  const step = Math.max(series.step_s, BAR_S);
+  const causes = Object.keys(CAUSES).filter((cause) => cause in series.missed).reverse();
+  const data = useMemo(() => {
+    const [time, ...columns] = grouped(step, series.time, ...causes.map((cause) => series.missed[cause]));
+    for (let line = columns.length - 2; line >= 0; line--) columns[line] = columns[line].map((value, i) => value + columns[line + 1][i]);
+    return [time, ...columns];
+  }, [series]);
+  return html`<${Chart} key=${causes.join()} title="Missed tokens" data=${data} theme=${theme} format=${count} axisFormat=${axisCount} said=${stepSaid(step)} bars=${step}
+    value=${(line, values) => values[line] - (values[line + 1] ?? 0)}
+    lines=${causes.map((cause) => ({ name: CAUSES[cause].name, color: CAUSES[cause].color }))} />`;
 }
 
 export function TtftChart({ series, theme }) {
@@ -101,10 +117,12 @@ function Chart({ title, said, data, lines, format, theme, range, splits, axisFor
   useEffect(() => plot.current.redraw(false, true), [theme]);
 
   const index = hovered ?? latest(data);
-  const at = (line) => {
-    const values = data.slice(1).map((column) => (index === null ? null : column[index]));
+  const valueAt = (line, moment) => {
+    const values = data.slice(1).map((column) => (moment === null ? null : column[moment]));
     return values[line] == null ? null : (value?.(line, values) ?? values[line]);
   };
+  const at = (line) => valueAt(line, index);
+  const columnOf = (line) => data[0].map((_, moment) => valueAt(line, moment));
   const spoken = [...lines.map((line, i) => `${line.name} ${format(at(i))}`), ...marks.map((mark) => mark.said)].join(", ");
   return html`<figure class="card chart">
     <figcaption>
@@ -114,6 +132,7 @@ function Chart({ title, said, data, lines, format, theme, range, splits, axisFor
       </ul>
     </figcaption>
     <div class="plot" ref=${box} role="img" aria-label=${`${title} over time; latest: ${spoken}`}></div>
+    <${FiguresOf} title=${title} said=${said} time=${data[0]} columns=${lines.map((line, i) => ({ name: line.name, values: columnOf(i), format }))} />
   </figure>`;
 }
 
@@ -122,6 +141,7 @@ function latest(data) {
   return null;
 }
 
+const axisCount = (value) => count(value);
 const axisSeconds = (value) => (value === 0 ? "0" : value < 1 ? `${+(1000 * value).toPrecision(3)} ms` : `${+value.toPrecision(3)} s`);
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -1,27 +1,15 @@
 // Learned templates: which fields were found in system prompts that nobody declared, and what is done with them.
-import { html, useCallback, useEffect, useState } from "./vendor/htm-preact.js";
+import { html, useCallback, useState } from "./vendor/htm-preact.js";
 import { count, percent, plural } from "./format.js";
+import { usePolled } from "./polled.js";
 
 const URL_TEMPLATES = new URL("../../admin/templates", import.meta.url);
-const PERIOD_MS = 5_000;
 const ACTIONS = { apply: "Move the fields", suggest: "Only propose", off: "Leave it alone" };
 const STATES = { apply: "moved", suggest: "proposed", off: "left alone", declared: "left alone" };
 
 export function Learned({ keyHeader }) {
-  const [found, setFound] = useState(null);
+  const [found, load] = usePolled("templates", keyHeader);
   const [said, setSaid] = useState("");
-  const key = keyHeader.authorization;
-
-  const load = useCallback(async () => {
-    const response = await fetch(URL_TEMPLATES, { headers: keyHeader, cache: "no-store" }).catch(() => null);
-    if (response?.ok) setFound(await response.json());
-  }, [key]);
-
-  useEffect(() => {
-    load();
-    const timer = setInterval(load, PERIOD_MS);
-    return () => clearInterval(timer);
-  }, [load]);
 
   const decide = useCallback(
     async (proposal, hoist) => {

@@ -5,11 +5,13 @@ import { Eviction } from "./eviction.js";
 import { follow } from "./feed.js";
 import { Headline } from "./headline.js";
 import { Learned } from "./learned.js";
+import { Misses } from "./misses.js";
 import { Empty, Notices, Unlock } from "./messages.js";
 import { Pool } from "./pool.js";
 import { Quality } from "./quality.js";
-import { Tables } from "./tables.js";
+import { Table } from "./tables.js";
 import { Header } from "./header.js";
+import { Navigation, useView } from "./views.js";
 
 const KEY = "headstart.admin-key";
 const WINDOW = "headstart.window";
@@ -21,6 +23,7 @@ const WINDOWS = {
 };
 
 function App() {
+  const view = useView();
   const [span, setSpan] = useState(() => (localStorage.getItem(WINDOW) in WINDOWS ? localStorage.getItem(WINDOW) : "15m"));
   const [key, setKey] = useState(() => sessionStorage.getItem(KEY));
   const [update, setUpdate] = useState(null);
@@ -70,35 +73,45 @@ function App() {
   return html`
     <${Header} snapshot=${shown && update.snapshot} lost=${lost} locked=${locked !== null}
       span=${span} windows=${WINDOWS} onSpan=${chooseSpan} theme=${theme} onTheme=${chooseTheme} />
+    ${shown && update.ever > 0 && html`<${Navigation} view=${view} />`}
     <main class=${lost ? "stale" : ""}>
       ${locked && html`<${Unlock} ...${locked} onKey=${unlock} />`}
       ${!locked && html`<${Notices} update=${update} lost=${lost} />`}
-      ${shown && html`<${Figures} update=${update} theme=${theme} adminKey=${key} />`}
+      ${shown && html`<${Figures} view=${view} update=${update} theme=${theme} adminKey=${key} />`}
       ${!shown && !locked && !lost && html`<p class="waiting">Connecting to the gateway…</p>`}
     </main>
     ${shown && html`<${Footer} snapshot=${update.snapshot} />`}
   `;
 }
 
-function Figures({ update, theme, adminKey }) {
+function Figures({ view, update, theme, adminKey }) {
   const { snapshot, series, ever, eviction, quality } = update;
   const said = WINDOWS[update.window].said;
   const keyHeader = adminKey ? { authorization: `Bearer ${adminKey}` } : {};
   const pool = html`<${Pool} replicas=${snapshot.replicas} said=${said} />`;
   if (ever === 0) return html`<${Empty} snapshot=${snapshot} keyed=${adminKey !== null} />${pool}`;
-  return html`
-    <${Headline} totals=${snapshot.totals} said=${said} />
-    <section class="charts" aria-label=${`Charts, ${update.window === "all" ? "last 24 hours" : said}`}>
-      <${HitRateChart} series=${series} theme=${theme} changes=${eviction.changes} />
-      <${PrefillChart} series=${series} theme=${theme} />
-      <${TtftChart} series=${series} theme=${theme} />
-    </section>
-    ${pool}
-    <${Eviction} eviction=${eviction} keyHeader=${keyHeader} />
-    <${Learned} keyHeader=${keyHeader} />
-    <${Quality} quality=${quality} keyHeader=${keyHeader} />
-    <${Tables} snapshot=${snapshot} said=${said} />
-  `;
+  const views = {
+    overview: () => html`
+      <${Headline} totals=${snapshot.totals} said=${said} />
+      <section class="charts" aria-label=${`Charts, ${update.window === "all" ? "last 24 hours" : said}`}>
+        <${HitRateChart} series=${series} theme=${theme} changes=${eviction.changes} />
+        <${PrefillChart} series=${series} theme=${theme} />
+        <${TtftChart} series=${series} theme=${theme} />
+      </section>
+      ${pool}
+      <${Table} title="Tenants" first="Tenant" rows=${snapshot.tenants} said=${said} />
+    `,
+    misses: () => html`<${Misses} span=${update.window} said=${said} series=${series} theme=${theme} keyHeader=${keyHeader} />`,
+    templates: () => html`
+      <${Table} title="Templates" first="Template" rows=${snapshot.templates} said=${said}
+        note="Requests whose system prompt matches no registered template count as unregistered." />
+      <${Learned} keyHeader=${keyHeader} />
+    `,
+    replicas: () => html`${pool}<${Table} title="Replicas" first="Replica" rows=${snapshot.replicas} said=${said} />`,
+    eviction: () => html`<${Eviction} eviction=${eviction} keyHeader=${keyHeader} />`,
+    quality: () => html`<${Quality} quality=${quality} keyHeader=${keyHeader} />`,
+  };
+  return views[view]();
 }
 
 function Footer({ snapshot }) {

@@ -13,16 +13,7 @@ const COLUMNS = [
   ["Failed", (row) => (row.failed > 0 ? html`<b class="bad">${count(row.failed)}</b>` : count(row.failed))],
 ];
 
-export function Tables({ snapshot, said }) {
-  return html`
-    <${Table} title="Templates" first="Template" rows=${snapshot.templates} said=${said}
-      note="Requests whose system prompt matches no registered template count as unregistered." />
-    <${Table} title="Tenants" first="Tenant" rows=${snapshot.tenants} said=${said} />
-    <${Table} title="Replicas" first="Replica" rows=${snapshot.replicas} said=${said} />
-  `;
-}
-
-function Table({ title, first, rows, said, note }) {
+export function Table({ title, first, rows, said, note }) {
   const entries = Object.entries(rows);
   const id = `table-${first.toLowerCase()}`;
   return html`<section class="card table" aria-labelledby=${id}>

@@ -9,13 +9,13 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import uvicorn
-from litestar import Litestar, Request, Response, Router, post, put
+from litestar import Litestar, Request, Response, Router, get, post, put
 from litestar.connection import ASGIConnection
 from litestar.di import Provide
 from litestar.exceptions import NotAuthorizedException
@@ -24,6 +24,8 @@ from litestar.params import FromPath
 
 from engine.wire import EngineInfo
 from gateway.api.learned import list_proposals, switch_proposal
+from gateway.attribution.history import Cause
+from gateway.attribution.live import KeptExample
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Source
 from gateway.canonical.learning.proposals import TemplateProposals
@@ -36,6 +38,7 @@ from gateway.quality.ledger import Pair
 from gateway.quality.report import QualityReport
 from gateway.quality.shadows import ShadowStatus
 from gateway.replicas.base import Replica
+from gateway.stats.misses import MissReport, miss_report
 from gateway.stats.record import RequestRecord
 from gateway.stats.statistics import Statistics
 from gateway.stats.whatif import WhatIf
@@ -57,6 +60,10 @@ def _seconds(_replica: str, tokens: int) -> float:
     return 0.001 * tokens
 
 
+def _words(ids: Sequence[int]) -> str:
+    return " ".join(("It is", "09:26", "10:05")[id] for id in ids)
+
+
 class Site:
     """The dashboard alone on a local port; ``start`` and ``stop`` as often as needed."""
 
@@ -70,6 +77,7 @@ class Site:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/dashboard"
+        self.examples: dict[tuple[Cause, str], KeptExample] = {}
         self._key = key
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
@@ -90,7 +98,11 @@ class Site:
             [
                 page,
                 asset,
-                Router("/", route_handlers=[events, self._switch(), self._judge(), *learned], guards=[wants_key]),
+                Router(
+                    "/",
+                    route_handlers=[events, self._switch(), self._judge(), self._misses(), *learned],
+                    guards=[wants_key],
+                ),
             ],
             dependencies={
                 "feed": Provide(lambda: feed, sync_to_thread=False),
@@ -124,6 +136,15 @@ class Site:
             return {"policy": change.after, "replicas": {}}
 
         return switch
+
+    def _misses(self) -> Any:
+        """The operator's route without a gateway, whose tokens would be words."""
+
+        @get("/admin/misses", sync_to_thread=False)
+        def misses() -> MissReport:
+            return miss_report(self.statistics.window(15), 15, self.examples, _words, show_text=False)
+
+        return misses
 
     def quality_report(self) -> QualityReport:
         return QualityReport(self.quality.report(), ShadowStatus(3, 4096, 12, 1, 0, 0))
@@ -196,7 +217,7 @@ def test_figures_arrive_and_move_without_a_reload(site: Site, browser: Any) -> N
         headline = tab.get_by_role("region", name="Headline figures, last 15 minutes")
         headline.get_by_text("50.0%", exact=True).wait_for()
         headline.get_by_text("200 of 400 prompt tokens").wait_for()
-        tab.get_by_role("rowheader", name="support").wait_for()
+        tab.get_by_role("rowheader", name="default").wait_for()
         assert tab.locator("canvas").count() == 3
         site.record(4, cached_tokens=100)
         headline.get_by_text("75.0%", exact=True).wait_for()
@@ -258,11 +279,36 @@ def test_the_admin_key_is_asked_for_and_kept_in_the_tab_only(browser: Any) -> No
         site.stop()
 
 
-def test_a_phone_needs_no_sideways_scrolling(site: Site, browser: Any) -> None:
+def test_every_view_is_reached_by_keyboard_and_fits_a_phone(site: Site, browser: Any) -> None:
     site.record(1, template="a-template-with-quite-a-long-name-of-its-own")
     with opened(browser, site.url, width=390, height=844) as tab:
+        views = tab.get_by_role("navigation", name="Views").get_by_role("link")
         tab.get_by_role("region", name="Headline figures, last 15 minutes").wait_for()
-        assert tab.evaluate("document.documentElement.scrollWidth") == 390
+        names = views.all_inner_texts()
+        assert names[0] == "Overview"
+        assert len(names) >= 6
+        views.first.focus()
+        for name in names:
+            tab.keyboard.press("Enter")
+            tab.get_by_role("link", name=name).and_(tab.locator("[aria-current=page]")).wait_for()
+            tab.locator("main > *:not(.notices)").first.wait_for()
+            assert tab.evaluate("document.documentElement.scrollWidth") == 390, name
+            tab.keyboard.press("Tab")
+        tab.go_back()
+        tab.get_by_role("link", name=names[-2]).and_(tab.locator("[aria-current=page]")).wait_for()
+
+
+def test_a_chart_is_told_in_figures_and_given_as_a_file(site: Site, browser: Any) -> None:
+    site.record(4)
+    with opened(browser, site.url) as tab:
+        chart = tab.get_by_role("figure").filter(has_text="Token hit rate")
+        chart.get_by_text("Figures of Token hit rate").click()
+        chart.get_by_role("region", name="Figures of Token hit rate").get_by_text("50.0%").first.wait_for()
+        with tab.expect_download() as download:
+            chart.get_by_role("link", name="Download headstart-token-hit-rate.csv").click()
+        header, *rows = download.value.path().read_text().splitlines()
+        assert header == "time,hit rate"
+        assert [float(value) for _, value in (row.split(",") for row in rows) if value][-1] == 0.5
 
 
 def test_a_chosen_theme_is_kept(site: Site, browser: Any) -> None:
@@ -283,7 +329,7 @@ def test_the_policy_is_switched_where_its_alternatives_are_shown(site: Site, bro
         name = rng.randrange(5) if rng.random() < 0.5 else 100 + number
         keys = [name.to_bytes(4, "little") + bytes([i]) + b"\0" * 11 for i in range(20)]
         site.whatif.observe("engine-0", keys, 321, 0)
-    with opened(browser, site.url) as tab:
+    with opened(browser, f"{site.url}#eviction") as tab:
         section = tab.get_by_role("region", name="Eviction what if, last hour").first
         section.get_by_text("Switch from lru to s3fifo").wait_for()
         section.get_by_role("columnheader", name="64 blocks (now)").wait_for()
@@ -292,6 +338,7 @@ def test_the_policy_is_switched_where_its_alternatives_are_shown(site: Site, bro
         section.get_by_role("button", name="Switch").click()
         section.get_by_text("Now s3fifo.").wait_for()
         section.get_by_role("rowheader", name="s3fifo (in force)").wait_for()
+        tab.get_by_role("link", name="Overview").click()
         tab.get_by_role("img", name=re.compile("lru → s3fifo")).wait_for()
 
 
@@ -309,10 +356,25 @@ def _teach(site: Site) -> None:
             site.learner.observe(Source("default", "m"), text)
 
 
+def test_the_cause_of_a_miss_is_named_with_the_place_and_without_its_text(site: Site, browser: Any) -> None:
+    site.record(2, missed={"volatile": 40, "never_seen": 10})
+    site.examples["volatile", "support"] = KeptExample(time.time(), "system", 40, 7, (0,), (1,), (2,))
+    with opened(browser, f"{site.url}#misses") as tab:
+        causes = tab.get_by_role("region", name="Causes last 15 minutes; 100 of 200 prompt tokens missed").first
+        row = causes.get_by_role("row").filter(has_text="Volatile field")
+        row.get_by_role("cell", name="80.0%").wait_for()
+        assert row.get_by_role("cell").all_inner_texts()[:3] == ["2", "80", "80.0%"]
+        place = tab.get_by_role("article").filter(has_text="Volatile field")
+        place.get_by_text("system, at token 7").wait_for()
+        assert place.locator("mark").all_inner_texts() == ["00:00", "00:00"]
+        assert "09:26" not in tab.locator("main").inner_text()
+        tab.get_by_role("img", name=re.compile("Missed tokens over time; latest: .*Volatile field 80")).wait_for()
+
+
 @pytest.mark.parametrize("width", [1440, 390])
 def test_found_fields_are_shown_with_their_evidence_and_switched(site: Site, browser: Any, width: int) -> None:
     site.record(4)
-    with opened(browser, site.url, width=width) as tab:
+    with opened(browser, f"{site.url}#templates", width=width) as tab:
         section = tab.get_by_role("region", name="Volatile fields found in system prompts of no registered template")
         section.get_by_text("None in 0 prompts").wait_for()
         _teach(site)
@@ -339,7 +401,7 @@ def test_a_template_that_was_switched_off_says_why_and_is_switched_on_again(
     site.quality.judge("faq", Pair(0.0))
     for _ in range(30):
         site.quality.judge("support", Pair(0.9, 0.5, 1.0))
-    with opened(browser, site.url, width=width) as tab:
+    with opened(browser, f"{site.url}#quality", width=width) as tab:
         judged = tab.get_by_role("article", name="Quality of support")
         judged.get_by_text("switched off, outside its bound").wait_for()
         judged.get_by_text(

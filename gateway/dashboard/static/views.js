@@ -1,0 +1,39 @@
+// The views of the page and the hash that names the one shown, so that a view can be linked to and Back works.
+import { html, useEffect, useState } from "./vendor/htm-preact.js";
+
+export const VIEWS = {
+  overview: "Overview",
+  misses: "Misses",
+  templates: "Templates",
+  replicas: "Replicas",
+  eviction: "Eviction",
+  quality: "Quality",
+};
+
+const named = () => (location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "overview");
+
+export function useView() {
+  const [view, setView] = useState(named);
+  useEffect(() => {
+    const follow = () => {
+      setView(named());
+      scrollTo(0, 0);
+    };
+    addEventListener("hashchange", follow);
+    return () => removeEventListener("hashchange", follow);
+  }, []);
+  useEffect(() => {
+    document.title = view === "overview" ? "Headstart" : `${VIEWS[view]} · Headstart`;
+  }, [view]);
+  return view;
+}
+
+export function Navigation({ view }) {
+  return html`<nav aria-label="Views">
+    <ul>
+      ${Object.entries(VIEWS).map(
+        ([name, label]) => html`<li key=${name}><a href=${`#${name}`} aria-current=${name === view ? "page" : null}>${label}</a></li>`,
+      )}
+    </ul>
+  </nav>`;
+}
