@@ -6,10 +6,7 @@ Their texts are the operator's and stay on this machine; nothing of them goes to
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import re
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +19,7 @@ from gateway.canonical.registry import TemplateRegistry
 from gateway.canonical.templates import UNREGISTERED, Template
 from gateway.config import TemplateConfig
 from gateway.errors import ConfigError, ConflictError, HeadstartError, InvalidRequestError, TemplateNotFoundError
+from gateway.local_file import read_file, replace_file
 
 __all__ = ["MAX_VERSIONS", "TemplateStore", "TemplateVersion"]
 
@@ -145,7 +143,7 @@ class TemplateStore:
         compiled = self._compiled(histories)
         if self._path is not None:
             try:
-                await asyncio.to_thread(_write, self._path, _File(_FORMAT, dict(sorted(histories.items()))))
+                await asyncio.to_thread(replace_file, self._path, _File(_FORMAT, dict(sorted(histories.items()))))
             except OSError as error:
                 raise HeadstartError(
                     f"The templates' file cannot be written: {error.strerror or error}.", code="storage_error"
@@ -169,36 +167,9 @@ class TemplateStore:
 
 
 def _read(path: Path) -> _Histories:
-    if not path.parent.is_dir():
-        raise ConfigError(f"templates_file: there is no folder {path.parent}.")
-    try:
-        file = msgspec.json.decode(path.read_bytes(), type=_File)
-    except FileNotFoundError:
+    file = read_file(path, _File, setting="templates_file")
+    if file is None:
         return {}
-    except OSError as error:
-        raise ConfigError(f"templates_file: {path}: {error.strerror or error}.") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"templates_file: {path} is no file of templates: {error}.") from error
     if file.format != _FORMAT:
         raise ConfigError(f"templates_file: {path} has format {file.format}; this version reads {_FORMAT}.")
     return file.templates
-
-
-def _write(path: Path, file: _File) -> None:
-    """Replace the file as a whole: after a crash there is the old one or the new one."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # readable by its owner alone
-    try:
-        with os.fdopen(handle, "wb") as written:
-            written.write(msgspec.json.format(msgspec.json.encode(file), indent=1))
-            written.flush()
-            os.fsync(written.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            Path(name).unlink()
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name itself must outlast a crash too
-    finally:
-        os.close(folder)

@@ -26,7 +26,7 @@ from gateway.errors import HeadstartError, InvalidRequestError
 from gateway.generation import Generation
 from gateway.quality.answers import contains_any, distance
 from gateway.quality.ledger import Pair
-from gateway.replicas.base import GenerationRequest, Replica, ReplicaState
+from gateway.replicas.base import BACKGROUND_PRIORITY, GenerationRequest, Replica, ReplicaState
 
 __all__ = ["MAX_AGE_S", "MAX_BYTES", "MAX_KEPT", "ShadowStatus", "Shadows"]
 
@@ -41,9 +41,6 @@ _MOST_TRIES: Final = 3
 _SETTLE_S: Final = 0.1
 _PAUSE_S: Final = 0.05
 _TIMEOUT_S: Final = 300.0
-
-_PRIORITY: Final = 1000
-"""Behind every service class, of which the last has 100."""
 
 _log = structlog.get_logger("headstart.quality")
 
@@ -342,7 +339,7 @@ async def _mean_logprob(replica: Replica, kept: _Kept, prompt: array[int]) -> fl
 
 def _request(kept: _Kept, prompt: Sequence[int], sampling: Sampling, n: int) -> GenerationRequest:
     return GenerationRequest(
-        list(prompt), kept.root, sampling, use_cache=False, n=n, priority=_PRIORITY, owner=kept.tenant
+        list(prompt), kept.root, sampling, use_cache=False, n=n, priority=BACKGROUND_PRIORITY, owner=kept.tenant
     )
 
 

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from cache_policy.keys import token_bytes
 from engine.wire import CacheEvent, EngineInfo, Load, Output, Sampling, StepTiming, Submit
 
-__all__ = ["CountedOutput", "GenerationRequest", "Replica", "ReplicaObserver", "ReplicaState"]
+__all__ = [
+    "BACKGROUND_PRIORITY",
+    "CountedOutput",
+    "GenerationRequest",
+    "Replica",
+    "ReplicaObserver",
+    "ReplicaState",
+]
+
+BACKGROUND_PRIORITY: Final = 1000
+"""Of requests that no user waits for: behind every service class, of which the last has 100."""
 
 
 class ReplicaState(enum.StrEnum):

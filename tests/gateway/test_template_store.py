@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway import template_store
+from gateway import local_file, template_store
 from gateway.canonical.registry import TemplateRegistry
 from gateway.config import TemplateConfig
 from gateway.errors import ConfigError, ConflictError, HeadstartError, InvalidRequestError, TemplateNotFoundError
@@ -76,7 +76,7 @@ def test_a_write_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.
         def full(_: int) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(template_store.os, "fsync", full)
+        monkeypatch.setattr(local_file.os, "fsync", full)
         for change in (store.create("a", TemplateConfig("B {x}!")), store.delete("a")):
             with pytest.raises(HeadstartError, match="No space left") as caught:
                 await change
