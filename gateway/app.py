@@ -19,6 +19,7 @@ from gateway.api.learned import list_proposals, switch_proposal
 from gateway.api.models import detokenize, list_models, show_model, tokenize
 from gateway.api.openai import generation_routes
 from gateway.api.operations import reset_cache
+from gateway.api.pins import create_pin, delete_pin, list_pins
 from gateway.api.quality import show_quality, switch_quality
 from gateway.api.replicas import add_replica, drain_replica, list_replicas, remove_replica, resume_replica
 from gateway.api.statistics import admin_documents, admin_misses, admin_stats, prometheus
@@ -26,6 +27,7 @@ from gateway.api.templates import create_template, delete_template, list_templat
 from gateway.canonical.learning.proposals import TemplateProposals
 from gateway.dashboard import routes as dashboard
 from gateway.dashboard.feed import Feed
+from gateway.pins.metrics import PinsCollector
 from gateway.service import Gateway
 from gateway.stats.metrics import Exposition, LearningCollector, OrderingCollector, PromptsCollector, QualityCollector
 from gateway.stats.statistics import Statistics
@@ -59,6 +61,7 @@ def create_app(gateway: Gateway) -> Litestar:
             OrderingCollector(gateway.path, gateway.router),
             PromptsCollector(gateway.prompts),
             QualityCollector(gateway.quality_report),
+            PinsCollector(gateway.pins),
         )
 
     def provide_proposals() -> TemplateProposals:
@@ -93,6 +96,9 @@ def create_app(gateway: Gateway) -> Litestar:
             delete_template,
             list_proposals,
             switch_proposal,
+            list_pins,
+            create_pin,
+            delete_pin,
             dashboard.events,
         ],
         guards=[for_operator],

@@ -6,10 +6,12 @@ Unknown keys are errors that name the key, so that a typing mistake never passes
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
+
+from engine.pool import MAX_PINNED_SHARE
 
 __all__ = [
     "DEFAULT_TENANT",
@@ -27,6 +29,7 @@ __all__ = [
     "LayoutConfig",
     "LimitsConfig",
     "OrderMode",
+    "PinConfig",
     "QualityConfig",
     "QualityTemplateConfig",
     "RedisConfig",
@@ -313,20 +316,40 @@ class QualityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     templates: dict[str, QualityTemplateConfig] = {}
 
 
+class PinConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[[pins]]``: the beginning of prompts that is prefilled at every start of an engine and stays in its cache.
+
+    Either what all requests of a ``template`` begin with that have these ``documents``, in this order, in front of all
+    others, and these ``tools``. Or ``keys``, a chain of block keys (hex, first block first), as ``/v1/explain`` lists
+    them. ``tenant`` may be left out where there is one alone. ``cache_salt`` is that of the requests, if they have one.
+    """
+
+    template: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    documents: Annotated[tuple[dict[str, Any], ...], Meta(max_length=1000)] = ()
+    tools: Annotated[tuple[dict[str, Any], ...], Meta(max_length=1000)] = ()
+    keys: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=65_536)] = ()
+    tenant: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+
+
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``[limits]``: what callers may ask at most. ``max_queue`` requests may wait or run at once over all callers."""
+    """``[limits]``: what callers may ask at most. ``max_queue`` requests may wait or run at once over all callers.
+
+    ``max_pinned_share`` is the part of each engine's cache that pins may take together.
+    """
 
     max_body_bytes: _Positive = 8 * 1024 * 1024
     max_queue: _Positive = 1024
     request_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    max_pinned_share: Annotated[float, Meta(ge=0, le=MAX_PINNED_SHARE)] = MAX_PINNED_SHARE
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything ``headstart.toml`` can say. ``keys`` maps the SHA-256 (hex) of an API key to its owner.
 
-    ``templates_file`` keeps the templates that are written through the API (default: they last as long as the gateway).
-    ``secret`` is the deployment secret under which block keys are derived; gateways that share statistics must
-    share it. An entry of ``replicas`` may be the URL alone.
+    ``templates_file`` keeps the templates that are written through the API, ``pins_file`` the pins (default: they last
+    as long as the gateway). ``secret`` is the deployment secret under which block keys are derived; gateways that share
+    statistics must share it. An entry of ``replicas`` may be the URL alone.
     """
 
     server: ServerConfig = ServerConfig()
@@ -338,6 +361,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     canonical: CanonicalConfig = CanonicalConfig()
     templates: dict[str, TemplateConfig] = {}
     templates_file: str | None = None
+    pins: tuple[PinConfig, ...] = ()
+    pins_file: str | None = None
     classes: dict[str, ClassConfig] = {}
     tenants: dict[str, TenantConfig] = {}
     keys: dict[str, ApiKey] = {}

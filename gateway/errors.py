@@ -19,6 +19,7 @@ __all__ = [
     "OverloadedError",
     "PayloadTooLargeError",
     "PermissionDeniedError",
+    "PinNotFoundError",
     "ReplicaError",
     "ReplicaLost",
     "ReplicaNotFoundError",
@@ -120,6 +121,14 @@ class ReplicaNotFoundError(HeadstartError):
     status = 404
     type = "invalid_request_error"
     code = "replica_not_found"
+
+
+class PinNotFoundError(HeadstartError):
+    """There is no pin of this id."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "pin_not_found"
 
 
 class ConflictError(HeadstartError):

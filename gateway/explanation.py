@@ -42,7 +42,8 @@ class CandidateExplanation(msgspec.Struct, frozen=True):
     """The request at one replica. ``documents`` are laid out in this order there, by ``order``.
 
     ``cached_tokens`` of ``prompt_tokens`` are expected to be there. ``expected_seconds`` is the cost by which replicas
-    are compared: until the first token, with the ``waiting_tokens`` that others still have to compute there.
+    are compared: until the first token, with the ``waiting_tokens`` that others still have to compute there. ``keys``
+    are those of the prompt's full blocks there, in hex: what can be pinned.
     """
 
     replica: str
@@ -54,6 +55,7 @@ class CandidateExplanation(msgspec.Struct, frozen=True):
     in_flight: int
     waiting_tokens: int
     divergence: Divergence
+    keys: tuple[str, ...]
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -100,6 +102,7 @@ def explain(
                 in_flight=placement.candidate.in_flight,
                 waiting_tokens=placement.candidate.waiting_tokens,
                 divergence=_divergence(placement, memory, renderer, use_cache=use_cache),
+                keys=tuple(key.hex() for key in placement.keys),
             )
             for placement in (chosen, *ranked)
         ),

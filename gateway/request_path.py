@@ -186,6 +186,10 @@ class RequestPath:
         with _nesting_refused():
             return self._application_prompt(self._canonicalizer.canonicalize(body, caller.tenant).layout)
 
+    def root(self, tenant: str, fingerprint: str, cache_salt: str | None) -> bytes:
+        """The key root of a tenant's prompts at engines with these weights, narrowed by ``cache_salt``."""
+        return self._derive_root(Namespace(tenant, self._model, fingerprint, cache_salt or ""))
+
     def check_model(self, name: str) -> None:
         """Raises ``ModelNotFoundError`` unless ``name`` is the model that is served."""
         if name != self._model:
@@ -215,9 +219,7 @@ class RequestPath:
         """The key root per replica: who asks (never the body alone), which weights, and the body's own narrowing."""
 
         def root(candidate: Candidate) -> bytes:
-            return self._derive_root(
-                Namespace(caller.tenant, self._model, candidate.info.fingerprint, body.cache_salt or "")
-            )
+            return self.root(caller.tenant, candidate.info.fingerprint, body.cache_salt)
 
         return root
 

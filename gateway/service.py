@@ -20,13 +20,16 @@ from gateway.attribution.live import LiveAttribution
 from gateway.attribution.memory import TokenMemory
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.proposals import TemplateProposals
-from gateway.config import ClassConfig, Config, TenantConfig, WhatIfConfig
+from gateway.config import DEFAULT_TENANT, ClassConfig, Config, TenantConfig, WhatIfConfig
 from gateway.configuration import check_config, local_engines, remote_replicas, served_model_name
 from gateway.errors import OverloadedError
 from gateway.eviction import EvictionControl
 from gateway.generation import Dispatcher, Generation
 from gateway.identity import Authenticator
 from gateway.membership import Connect, Membership
+from gateway.pins.ceiling import Ceiling
+from gateway.pins.control import PinControl
+from gateway.pins.prefix import PrefixReader
 from gateway.plan import Caller
 from gateway.prompt import PromptRenderer
 from gateway.quality.gate import QualityGate
@@ -91,7 +94,22 @@ class Gateway:
         self.whatif: Final = self._ghosts(config.whatif) if config.whatif.enabled else None
         self.prompts: Final = TokenMemory(config.attribution.remembered_tokens)
         self.attribution: Final = LiveAttribution(self.prompts) if config.attribution.enabled else None
-        observers: list[ReplicaObserver] = [self.statistics, self.router]  # in this order: choices read cost curves
+        self.learner: Final = TemplateLearner()
+        self.proposals: Final = TemplateProposals(self.learner, config.canonical.hoist)
+        self.path: Final = RequestPath(
+            model=model,
+            secret=secret,
+            canonical=config.canonical,
+            templates=config.templates,
+            renderer=self.renderer,
+            router=self.router,
+            learned=self.learner,
+            order_rule=self.quality.decide,
+        )
+        self.templates: Final = TemplateStore(_file(config.templates_file), self.path.templates)
+        self.pins: Final = self._pins(secret)
+        # In this order: choices read cost curves, and pins look at what is held.
+        observers: list[ReplicaObserver] = [self.statistics, self.router, self.pins]
         observers += [part for part in (self.attribution, self.whatif) if part is not None]
         self.membership: Final = Membership(
             replicas,
@@ -105,20 +123,6 @@ class Gateway:
         self.replicas: Final[Mapping[str, Replica]] = self.membership.replicas
         self.eviction: Final = EvictionControl(self.replicas, config.engine.policy)
         self.recorder: Final = TraceRecorder(config.trace) if config.trace.folder is not None else None
-        self.learner: Final = TemplateLearner()
-        self.proposals: Final = TemplateProposals(self.learner, config.canonical.hoist)
-        self.path: Final = RequestPath(
-            model=model,
-            secret=secret,
-            canonical=config.canonical,
-            templates=config.templates,
-            renderer=self.renderer,
-            router=self.router,
-            learned=self.learner,
-            order_rule=self.quality.decide,
-        )
-        file = None if config.templates_file is None else Path(config.templates_file).expanduser()
-        self.templates: Final = TemplateStore(file, self.path.templates)
         self.dispatcher: Final = Dispatcher(
             self.replicas,
             self.router,
@@ -132,6 +136,7 @@ class Gateway:
             timeout_s=config.limits.request_timeout_s,
             on_served=self._follow,
             on_load=lambda: self.shadows.arrived(),
+            on_dispatch=self.pins.dispatched,
         )
         self.shadows: Final = Shadows(
             self.replicas,
@@ -139,7 +144,7 @@ class Gateway:
             busy=config.quality.busy,
             judge=self.quality.judge,
         )
-        self._when_draining: list[Callable[[], None]] = [self.shadows.close]
+        self._when_draining: list[Callable[[], None]] = [self.shadows.close, self.pins.close]
         for replica in replicas:
             replica.observe(self.eviction)
 
@@ -171,6 +176,7 @@ class Gateway:
         if self.recorder is not None:
             await self.recorder.start()
         self.shadows.start()
+        await self.pins.start()
         await self.membership.start()
 
     async def wait_ready(self, timeout: float) -> None:
@@ -197,6 +203,7 @@ class Gateway:
         """Drain, give requests in hand ``grace`` seconds, end everything. Safe to call when ``start`` has failed."""
         self.drain()
         await self.shadows.stop()
+        await self.pins.stop()
         await self.membership.stop(grace)
         await self.statistics.stop()
         if self.recorder is not None:
@@ -207,6 +214,23 @@ class Gateway:
             config,
             policy=lambda: self.eviction.policy,
             seconds=lambda replica_id, tokens: self.statistics.prefill_cost(replica_id).seconds(tokens, 0),
+        )
+
+    def _pins(self, secret: bytes) -> PinControl:
+        def quota(tenant: str) -> int:
+            return self.tenant(Caller(tenant)).max_cached_blocks
+
+        return PinControl(
+            self.router,
+            PrefixReader(self.path, model=self.model, tools=self.renderer.supports_tools),
+            configured=self.config.pins,
+            file=_file(self.config.pins_file),
+            secret=secret,
+            lasting_keys=self.config.secret is not None,
+            tenants={key.tenant for key in self.config.keys.values()} or {DEFAULT_TENANT},
+            ceiling=Ceiling(self.config.limits.max_pinned_share, quota),
+            quota=quota,
+            templates_generation=lambda: self.path.templates.generation,
         )
 
     def _follow(self, generation: Generation) -> None:
@@ -262,6 +286,10 @@ def _mark(config: Config) -> str:
         return ""
     place = f"{socket.gethostname()}:{config.server.port}"
     return f"-{hashlib.sha256(place.encode()).hexdigest()[:4]}"
+
+
+def _file(path: str | None) -> Path | None:
+    return None if path is None else Path(path).expanduser()
 
 
 def _secret(config: Config) -> bytes:

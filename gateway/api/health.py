@@ -67,6 +67,8 @@ def _degraded(gateway: Gateway) -> list[str]:
         problems.append(f"statistics are not shared: {store.where} is {store.state}")
     if gateway.recorder is not None and gateway.recorder.problem is not None:
         problems.append(gateway.recorder.problem)
+    if count := gateway.pins.problems:
+        problems.append(f"{count} pins are in force nowhere: GET /admin/pins says why")
     return problems
 
 

@@ -33,6 +33,8 @@ class TemplateRegistry:
         self.configured: Final = {name: self.compile(name, config) for name, config in configured.items()}
         self._by_name: Mapping[str, Template] = self.configured
         self._most_specific_first: Sequence[Template] = ()
+        self.generation = 0
+        """Changes whenever other templates are registered."""
         self.publish(())
 
     def compile(self, name: str, config: TemplateConfig, version: int = 0) -> Template:
@@ -49,6 +51,7 @@ class TemplateRegistry:
         for template in sorted(shown, key=lambda template: template.version):
             by_name[template.name] = by_name[f"{template.name}@{template.version}"] = template
         self._by_name = by_name
+        self.generation += 1
         self._most_specific_first = sorted(
             (*self.configured.values(), *shown),
             key=lambda template: (-template.literal_chars, template.version != 0, template.name, -template.version),

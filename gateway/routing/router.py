@@ -227,6 +227,11 @@ class Router:
             most = max(most, size * next((index for index, key in enumerate(keys) if key not in held), len(keys)))
         return most
 
+    def in_flight(self, replica_id: str) -> int:
+        """Requests that are at a replica now."""
+        state = self._states.get(replica_id)
+        return 0 if state is None else state.log.in_flight
+
     # --- inside --------------------------------------------------------------------------------------
 
     def _state_of(self, replica: Replica) -> _ReplicaState:

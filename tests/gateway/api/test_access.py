@@ -39,6 +39,7 @@ OPERATOR = [
     ("GET", "/admin/whatif"),
     ("GET", "/admin/templates"),
     ("GET", "/admin/quality"),
+    ("GET", "/admin/pins"),
     ("GET", "/metrics"),
     ("GET", "/dashboard/events"),
 ]
@@ -48,7 +49,12 @@ TEMPLATES = [  # who may do what with them is told in test_templates.py
     ("POST", "/v1/templates"),
     ("DELETE", "/v1/templates/x"),
 ]
-SWITCHES = [("POST", "/admin/templates/x"), ("POST", "/admin/quality/x")]  # told in test_learned.py and test_quality.py
+SWITCHES = [  # told in test_learned.py, test_quality.py and test_pins.py
+    ("POST", "/admin/templates/x"),
+    ("POST", "/admin/quality/x"),
+    ("POST", "/admin/pins"),
+    ("DELETE", "/admin/pins/x"),
+]
 REPLICAS = [  # what they do is told in test_membership.py
     ("POST", "/admin/replicas"),
     ("DELETE", "/admin/replicas/engine-0"),

@@ -1,0 +1,1 @@
+"""Pinned prefixes: what they are, where they are kept, and that every engine holds them."""
