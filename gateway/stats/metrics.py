@@ -2,7 +2,8 @@
 
 Everything is read from the aggregate at the moment of the scrape: a request pays nothing for it, and ``/metrics``
 cannot disagree with ``/admin/stats``. Unlike the latter it covers this process alone; the Prometheus server adds
-gateways up. Summing a series over its labels gives the total.
+gateways up. Summing a series over its labels gives the total. Labels are bounded as the aggregate's are. Where vLLM has
+a name for the same, it is there too, with vLLM's labels.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gateway.replicas.base import ReplicaState
 from gateway.request_path import RequestPath
 from gateway.routing.router import Router
 from gateway.stats.statistics import Statistics
-from gateway.stats.sums import BUCKETS_PER_DOUBLING, Labels, Sums, bucket_bound
+from gateway.stats.sums import BUCKETS_PER_DOUBLING, HoldOut, Labels, Sums, bucket_bound
 
 __all__ = [
     "CONTENT_TYPE",
@@ -39,13 +40,23 @@ __all__ = [
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
 
-_LABELS = ("template", "tenant", "replica")
+_LABELS = ("template", "tenant", "replica", "model")
 _COUNTERS = (
     ("headstart_prompt_tokens", "Prompt tokens of finished requests.", "prompt_tokens"),
     ("headstart_cached_prompt_tokens", "Prompt tokens that were taken from the prefix cache.", "cached_prompt_tokens"),
     ("headstart_completion_tokens", "Generated tokens of finished requests.", "completion_tokens"),
     ("headstart_prefill_seconds", "Measured time that replicas spent on prompts.", "prefill_s"),
     ("headstart_saved_prefill_seconds", "Estimated prefill time that cached tokens saved.", "saved_prefill_s"),
+)
+_LOST = (
+    ("headstart_missed_prompt_tokens", "Prompt tokens that were not cached, by cause.", "tokens"),
+    ("headstart_missed_prefill_seconds", "Measured prefill time that they took, by cause.", "seconds"),
+)
+_HELD_OUT = (
+    ("headstart_holdout_requests", "Requests kept from the cache to check estimates.", "requests"),
+    ("headstart_holdout_covered", "Those within the interval foretold, meant to be 0.9 of them.", "covered"),
+    ("headstart_holdout_prefill_seconds", "Prefill time measured of them.", "measured_s"),
+    ("headstart_holdout_estimated_prefill_seconds", "Prefill time estimated for them.", "estimated_s"),
 )
 _TTFT_BUCKETS = range(0, 18 * BUCKETS_PER_DOUBLING + 1, BUCKETS_PER_DOUBLING)
 
@@ -166,7 +177,10 @@ class _StatisticsCollector(Collector):
             for labels, sums in requests.items():
                 family.add_metric(_values(labels), getattr(sums, field))
             yield family
+        yield from _missed(requests)
+        yield from _held_out(requests)
         yield _ttft(requests)
+        yield from _as_vllm_says(requests)
         yield from self._replicas(totals)
         yield GaugeMetricFamily(
             "headstart_redis_up",
@@ -215,6 +229,50 @@ def _requests(table: dict[Labels, Sums]) -> Metric:
     return family
 
 
+def _missed(table: dict[Labels, Sums]) -> Iterator[Metric]:
+    for name, text, field in _LOST:
+        family = CounterMetricFamily(name, text, labels=(*_LABELS, "cause"))
+        for labels, sums in table.items():
+            for cause, missed in sums.missed.items():
+                family.add_metric((*_values(labels), cause), getattr(missed, field))
+        yield family
+
+
+def _held_out(table: dict[Labels, Sums]) -> Iterator[Metric]:
+    held_out: dict[str, HoldOut] = {}
+    for labels, sums in table.items():
+        if sums.held_out is not None:
+            held_out.setdefault(labels.replica, HoldOut()).add(sums.held_out)
+    for name, text, field in _HELD_OUT:
+        family = CounterMetricFamily(name, text, labels=("replica",))
+        for replica, figures in held_out.items():
+            family.add_metric((replica,), getattr(figures, field))
+        yield family
+    error = GaugeMetricFamily(
+        "headstart_holdout_median_error", "Median error of the estimates, of what was measured.", labels=("replica",)
+    )
+    for replica, figures in held_out.items():
+        error.add_metric((replica,), figures.median_error or 0.0)
+    yield error
+
+
+def _as_vllm_says(table: dict[Labels, Sums]) -> Iterator[Metric]:
+    """What vLLM counts too, in its names: queries and hits of its prefix cache are tokens."""
+    totals: dict[tuple[str, str], Sums] = {}
+    for labels, sums in table.items():
+        totals.setdefault((labels.model or "", labels.replica), Sums()).add(sums)
+    for name, text, field in (
+        ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prompt_tokens"),
+        ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "cached_prompt_tokens"),
+        ("vllm:prompt_tokens", "Prompt tokens of finished requests.", "prompt_tokens"),
+        ("vllm:generation_tokens", "Generated tokens of finished requests.", "completion_tokens"),
+    ):
+        family = CounterMetricFamily(name, text, labels=("model_name", "engine"))
+        for values, sums in totals.items():
+            family.add_metric(values, getattr(sums, field))
+        yield family
+
+
 def _ttft(table: dict[Labels, Sums]) -> Metric:
     family = HistogramMetricFamily("headstart_ttft_seconds", "Arrival to first output, in seconds.", labels=_LABELS)
     for labels, sums in table.items():
@@ -227,5 +285,5 @@ def _ttft(table: dict[Labels, Sums]) -> Metric:
     return family
 
 
-def _values(labels: Labels) -> tuple[str, str, str]:
-    return labels.template or "", labels.tenant or "", labels.replica
+def _values(labels: Labels) -> tuple[str, str, str, str]:
+    return labels.template or "", labels.tenant or "", labels.replica, labels.model or ""

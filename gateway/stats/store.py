@@ -44,6 +44,7 @@ from gateway.config import RedisConfig
 from gateway.embedded_valkey import EmbeddedValkey, ValkeyUnavailable
 from gateway.errors import ConfigError
 from gateway.stats.aggregate import Aggregate, Changes
+from gateway.stats.archive import FOLDABLE_AFTER_S, Archive
 from gateway.stats.batch import Batch, chunks
 from gateway.stats.document_store import DocumentShare
 from gateway.stats.fleet import Fleet
@@ -133,7 +134,9 @@ class StatisticsStore:
         self._client = None if config.url is None else _client(config.url)
         where = "embedded Valkey" if config.url is None else _without_credentials(config.url)
         self.status = StoreStatus(state="starting", where=where, since=clock())
+        self._archive = Archive(config.prefix)
         self._written = 0  # number of the last write that was answered
+        self._written_at: float | None = None
         self._attempted = 0  # number of the last write that was sent
         self._seen_epochs: dict[str, float] = {}
         self._rows_since = float("-inf")
@@ -205,6 +208,7 @@ class StatisticsStore:
 
     async def _write_and_read(self, client: Redis, changes: Changes) -> bool:
         now = self._clock()
+        await self._check_not_folded(client, now)
         own = self._epoch.encode()
         expected = {_flush_value(self._written), _flush_value(self._attempted)}
         self._attempted += 1
@@ -227,7 +231,7 @@ class StatisticsStore:
         for span in SPANS:
             batch.pipe.zrangebyscore(batch.key(f"{span.name}s"), self._rows_since, "+inf")
         found, *_, epochs, minutes, hours = await batch.send()
-        self._written = self._attempted
+        self._written, self._written_at = self._attempted, now
         self._unreadable = None
         await self._read_epochs(client, {epoch.decode(): score for epoch, score in epochs}, now)
         for span, numbers in zip(SPANS, (minutes, hours), strict=True):
@@ -237,6 +241,18 @@ class StatisticsStore:
                 self._unreadable = f"ignored unreadable fields under {self._config.prefix}:"
         self._rows_since = now - _CLOCK_SKEW_S
         return found in expected
+
+    async def _check_not_folded(self, client: Redis, now: float) -> None:
+        """Raise when this gateway was away for so long that its totals were added to those of the ended ones.
+
+        What it would write then, all it has ever counted, would be counted a second time.
+        """
+        last = self._written_at
+        if last is None or now - last < FOLDABLE_AFTER_S / 2:
+            return
+        if await self._archive.has(client, self._epoch, now):
+            days = (now - last) / (24 * 3600)
+            raise RedisError(f"not written to for {days:.0f} days and counted as ended; restart to share again")
 
     async def _read_epochs(self, client: Redis, epochs: dict[str, float], now: float) -> None:
         epochs.pop(self._epoch, None)
@@ -250,6 +266,7 @@ class StatisticsStore:
                 self._fleet.set_epoch(epoch, self._table(fields))
         self._seen_epochs = epochs
         self._fleet.keep_only(set(epochs))
+        await self._archive.fold(client, epochs, now)
         self._fleet.live_gateways = sum(score > now - _LIVE_S for score in epochs.values())
 
     async def _read_rows(self, client: Redis, span: Span, numbers: list[int]) -> None:

@@ -166,7 +166,8 @@ class Sums(msgspec.Struct, omit_defaults=True):
     def add(self, other: Sums) -> None:
         """Add another group's figures."""
         for name in _SCALARS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            if more := getattr(other, name):
+                setattr(self, name, getattr(self, name) + more)
         add_counts(self.ttft, other.ttft)
         for cause, theirs in other.missed.items():
             missed = self._missed(cause)
