@@ -356,12 +356,11 @@ class PinControl:
             if (refused := admission.refused.get(pin.id)) is not None:
                 rows[id] = PinnedReplica("not_resident", pinned=False, resident_blocks=None, note=refused, **facts)
                 continue
-            note = upkeep.problem(pin.id)
             rows[id] = PinnedReplica(
                 state=upkeep.state(pin.id),
-                pinned=upkeep.pins_blocks and note is None,
+                pinned=upkeep.pinned(pin.id),
                 resident_blocks=upkeep.resident(pin.id),
-                note=note or (None if upkeep.pins_blocks else _REMOTE),
+                note=upkeep.problem(pin.id) or (None if upkeep.pins_blocks else _REMOTE),
                 **facts,
             )
         return rows

@@ -118,6 +118,10 @@ class ReplicaPins:
         info = self.replica.info
         return info is not None and info.num_blocks > 0
 
+    def pinned(self, id: str) -> bool:
+        """Whether the engine that serves now was told to keep it."""
+        return self.replica.state is ReplicaState.READY and self._targets[id].chain.keys in self._applied
+
     def resident(self, id: str) -> int | None:
         """Blocks of a pin that are there; None where that is not known."""
         return self._resident(self._targets[id].chain) if self.pins_blocks else None

@@ -119,7 +119,8 @@ def test_a_restarted_engine_is_told_again_and_warmed_at_no_users_account(bench: 
         await pinned(service, {"template": "support", "documents": [HANDBOOK]})
         await warm(service)
         service.replica.lose()
-        assert [row["state"] for row in await rows(service)] == ["waiting"]
+        (row,) = await rows(service)
+        assert (row["state"], row["replicas"]["engine-0"]["pinned"]) == ("waiting", False)
         service.replica.recover()
         await warm(service)
         (told,) = (await service.replica.call("pins"))["pins"]
