@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from cache_policy.keys import Namespace, derive_root
+from cache_policy.keys import Namespace, derive_root, token_bytes
 from gateway.attribution.part import Part
 from gateway.attribution.parts import locate, prompt_parts
 from gateway.canonical.layout import Layout
@@ -48,6 +48,7 @@ OrderRule = Callable[[str, OrderMode, ChatRequest, Caller], OrderDecision]
 _COUNTED: Final = ("popularity", "cache-aware")
 """Orders that follow the popularity of documents."""
 
+_AFFINITY_TOKENS: Final = 256
 _PASSED_ON: Final = "text completions are passed on as they are"
 
 
@@ -151,6 +152,7 @@ class RequestPath:
                 self._renderer,
                 self.resident_paths,
                 use_cache=_uses_cache(body),
+                affinity=_affinity(body, canonical.layout),
             )
         documents = canonical.layout.documents
         counted = documents and decision.order in _COUNTED and _uses_cache(body)
@@ -177,7 +179,10 @@ class RequestPath:
         if not token_ids:
             raise InvalidRequestError("prompt is empty.", param="prompt")
         use_cache = _uses_cache(body)
-        placement = place_tokens(token_ids, candidates, self._root_of(body, caller), use_cache=use_cache)
+        affinity = (body.prompt_cache_key or "").encode() or token_bytes(token_ids[:_AFFINITY_TOKENS])
+        placement = place_tokens(
+            token_ids, candidates, self._root_of(body, caller), use_cache=use_cache, affinity=affinity
+        )
         return _plan(placement, caller, use_cache=use_cache, template=UNREGISTERED, note=_PASSED_ON)
 
     def tokenize_chat(self, body: ChatRequest, caller: Caller) -> list[int]:
@@ -286,6 +291,15 @@ def order_changes(weighed: WeighedChat) -> tuple[Change, ...]:
             reason += f"; {'the rest' if placement.led else 'all'} by popularity snapshot {weighed.snapshot.version}"
         changes.append(Change("order", f"{moved} of {len(placement.order)} documents stand at another place{reason}"))
     return tuple(changes)
+
+
+def _affinity(body: ChatRequest, layout: Layout) -> bytes:
+    """What stays the same over the turns of a conversation: its key, or its first document or user message."""
+    if body.prompt_cache_key:
+        return body.prompt_cache_key.encode()
+    if layout.documents:
+        return str(layout.documents[0].fingerprint).encode()
+    return next((message.content.encode() for message in layout.messages if message.role == "user"), b"")
 
 
 def _uses_cache(body: SamplingFields) -> bool:

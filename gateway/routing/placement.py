@@ -16,6 +16,7 @@ from gateway.canonical.resident import ResidentPaths
 from gateway.config import OrderMode
 from gateway.errors import ContextLengthError
 from gateway.prompt import DocumentTokens, PromptRenderer, PromptText
+from gateway.routing.affinity import owner
 from gateway.routing.router import Candidate
 from gateway.segments import TooManyTokens
 
@@ -30,6 +31,9 @@ __all__ = [
     "weigh_chat",
 ]
 
+_PRESUMED_SHARE: Final = 0.5
+"""So much of a prompt is presumed to be where its conversation belongs: enough to go there, but not to queue for it."""
+
 AppliedOrder = OrderMode | Literal["none"]
 RootOf = Callable[[Candidate], bytes]
 """The first parent of the block keys on a replica; it depends on the weights that are loaded there."""
@@ -41,7 +45,8 @@ class Placement(msgspec.Struct, frozen=True):
     ``order`` indexes the layout's documents and ``mode`` is how it came about; the first ``led`` of them stand in front
     because the replica holds them. ``cached_tokens`` is what it is believed to hold of the prompt, whose ids are
     ``tokens`` (``cache_policy.keys.token_bytes``). ``prompt`` is a chat's rendered text, None for a prompt that was
-    never rendered.
+    never rendered. ``presumed_tokens`` is what a replica is given credit for in choosing because the conversation
+    belongs there, without anybody knowing.
     """
 
     candidate: Candidate
@@ -53,6 +58,7 @@ class Placement(msgspec.Struct, frozen=True):
     mode: AppliedOrder = "none"
     led: int = 0
     prompt: PromptText | None = None
+    presumed_tokens: int = 0
 
     @property
     def length(self) -> int:
@@ -67,7 +73,7 @@ class Placement(msgspec.Struct, frozen=True):
     @property
     def expected_seconds(self) -> float:
         """From now to the first token of this prompt at this replica."""
-        return self.candidate.expected_seconds(self.length, self.cached_tokens)
+        return self.candidate.expected_seconds(self.length, max(self.cached_tokens, self.presumed_tokens))
 
     @property
     def fits(self) -> bool:
@@ -98,8 +104,11 @@ def weigh_chat(
     paths: ResidentPaths,
     *,
     use_cache: bool,
+    affinity: bytes = b"",
 ) -> list[Placement]:
     """A laid out conversation at each candidate, in the order of its documents that is best there.
+
+    ``affinity`` is what stays the same over the turns of a conversation; it decides where there is no index.
 
     Raises:
         ContextLengthError: the prompt leaves no room for output on any candidate.
@@ -108,6 +117,7 @@ def weigh_chat(
     limit = max(candidate.info.max_model_len for candidate in candidates)
     conversation = _Conversation(layout, renderer, limit)
     orders = _orders(conversation, wish, candidates, root_of, paths, use_cache=use_cache)
+    home = _home(affinity, candidates) if use_cache else None
     return [
         _placed(
             candidate,
@@ -117,6 +127,7 @@ def weigh_chat(
             order,
             use_cache=use_cache,
             prompt=conversation.prompt(order.indexes),
+            home=home,
         )
         for candidate, root, order in zip(candidates, map(root_of, candidates), orders, strict=True)
     ]
@@ -139,16 +150,22 @@ def refuse_too_long(token_ids: Sequence[int], candidates: Sequence[Candidate]) -
 
 
 def place_tokens(
-    token_ids: list[int], candidates: Sequence[Candidate], root_of: RootOf, *, use_cache: bool
+    token_ids: list[int],
+    candidates: Sequence[Candidate],
+    root_of: RootOf,
+    *,
+    use_cache: bool,
+    affinity: bytes = b"",
 ) -> Placement:
     """Choose the replica of a prompt that is what it is. Raises ``ContextLengthError`` as ``weigh_chat``."""
     refuse_too_long(token_ids, candidates)
     as_is, tokens = _Order((), "none"), token_bytes(token_ids)
+    home = _home(affinity, candidates) if use_cache else None
     placements = []
     for candidate in candidates:
         root = root_of(candidate)
         keys = chain_keys(root, tokens, candidate.info.block_size)
-        placements.append(_placed(candidate, tokens, root, keys, as_is, use_cache=use_cache))
+        placements.append(_placed(candidate, tokens, root, keys, as_is, use_cache=use_cache, home=home))
     return cheapest(placements)
 
 
@@ -254,6 +271,7 @@ def _placed(
     *,
     use_cache: bool,
     prompt: PromptText | None = None,
+    home: str | None = None,
 ) -> Placement:
     size, resident = candidate.info.block_size, candidate.resident
     cached = 0
@@ -262,7 +280,13 @@ def _placed(
             if key not in resident:
                 break
             cached += size
-    return Placement(candidate, tokens, root, keys, cached, order.indexes, order.mode, order.led, prompt)
+    presumed = int(_PRESUMED_SHARE * len(tokens) // TOKEN_BYTES) if candidate.replica_id == home else 0
+    return Placement(candidate, tokens, root, keys, cached, order.indexes, order.mode, order.led, prompt, presumed)
+
+
+def _home(affinity: bytes, candidates: Sequence[Candidate]) -> str | None:
+    """Where a conversation belongs among the replicas of which nobody knows what they hold."""
+    return owner(affinity, [candidate.replica_id for candidate in candidates if not candidate.indexed])
 
 
 def cheapest(placements: Sequence[Placement]) -> Placement:
@@ -283,7 +307,7 @@ def cheapest(placements: Sequence[Placement]) -> Placement:
         longest = max(fitting, key=lambda placement: placement.cached_tokens)
         if not drawn or (longest.cached_tokens > shared and not longest.candidate.drawn):
             drawn.append(longest)
-        drawn += [placement for placement in fitting if placement.candidate.probe]
+        drawn += [placement for placement in fitting if placement.candidate.probe or placement.presumed_tokens]
     return min(drawn, key=price)
 
 

@@ -29,9 +29,12 @@ _FREE_SLOTS: Final = 4
 """Affinity is limited: a replica takes at most 1.25 times its share of the requests in flight (consistent hashing with
 bounded loads, Mirrokni et al. 2016), but so few that they run side by side are never sent away from their cache."""
 
-_DRAWN: Final = 2
-"""Under load a request looks at so many replicas, drawn at random, beside the one that holds most of it: with a little
-choice queues stay short (Mitzenmacher 2001), and gateways that see the same loads do not all take the same replica."""
+_ALL_LOOKED_AT: Final = 4
+_DRAWN: Final = 3
+"""Under load a request in a larger fleet looks at so many replicas, drawn at random, and at the one that holds most of
+it: with a little choice queues stay short (the power of two choices, Mitzenmacher 2001), an order of documents has not
+to be found for each replica, and gateways that see the same do not all do the same. In simulation two alone raised the
+90th percentile of the time to the first token on four replicas by a tenth."""
 
 _TYPICAL_TOKENS: Final = 512
 _ALIKE: Final = 1.5
@@ -53,7 +56,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     ``waiting_tokens`` are the prompt tokens it still has to compute before a new request's. One that was not ``drawn``
     is to be taken only for what it holds. A ``probe`` goes before all others: it shows whether the replica is well
-    again.
+    again. Of one that is not ``indexed`` nobody can say what it holds.
     """
 
     replica_id: str
@@ -64,6 +67,7 @@ class Candidate(msgspec.Struct, frozen=True):
     curve: PrefillCurve
     drawn: bool = True
     probe: bool = False
+    indexed: bool = True
 
     def expected_seconds(self, prompt_tokens: int, cached_tokens: int) -> float:
         """From now to the first token of a prompt of which it holds ``cached_tokens``."""
@@ -201,7 +205,7 @@ class Router:
         ready.sort(key=lambda state: (state.last_dispatch, state.replica.id))
         room = [state for state in ready if state.log.in_flight < limit]
         drawn = room
-        if len(room) > _DRAWN and any(state.log.in_flight >= _FREE_SLOTS for state in ready):
+        if len(room) > _ALL_LOOKED_AT and any(state.log.in_flight >= _FREE_SLOTS for state in ready):
             drawn = self._random.sample(room, _DRAWN)
         curves = self._curves(ready)
         return [self._candidate(state, curves[state.replica.id], state in drawn) for state in room]
@@ -260,6 +264,7 @@ class Router:
     def _candidate(self, state: _ReplicaState, curve: PrefillCurve, drawn: bool) -> Candidate:
         replica = state.replica
         assert replica.info is not None, "a ready replica has said what it serves"
+        trust = self.index.trust(replica.id)
         return Candidate(
             replica.id,
             replica.info,
@@ -269,6 +274,7 @@ class Router:
             curve,
             drawn,
             state.breaker.state is BreakerState.HALF_OPEN,
+            trust is None or trust.believed,
         )
 
     def _cost(self, state: _ReplicaState) -> PrefillCurve:

@@ -3,10 +3,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.wire import AllBlocksCleared, BlockRemoved, BlockStored, Load, StepTiming
@@ -347,7 +348,7 @@ def test_noise_in_what_was_measured_prefers_nobody(quiet_replica: QuietReplica) 
     assert Counter(chosen) == dict.fromkeys(names, 2)
 
 
-def test_under_load_two_drawn_replicas_and_the_one_that_holds_most_are_looked_at(quiet_replica: QuietReplica) -> None:
+def test_under_load_few_drawn_replicas_and_the_one_that_holds_most_are_looked_at(quiet_replica: QuietReplica) -> None:
     replicas = [quiet_replica(f"engine-{number}") for number in range(8)]
     router = make_router(*replicas)
     with ExitStack() as stack:
@@ -355,10 +356,35 @@ def test_under_load_two_drawn_replicas_and_the_one_that_holds_most_are_looked_at
             for _ in range(5):
                 stack.enter_context(router.dispatch(plan(replica.id))).prefilled()
         drawn = [{c.replica_id for c in router.candidates() if c.drawn} for _ in range(20)]
-        assert {len(pair) for pair in drawn} == {2}
+        assert {len(few) for few in drawn} == {3}
         assert len(set().union(*drawn)) > 4
         warm(router, replicas[6])
         assert {place(router).replica_id for _ in range(20)} == {"engine-6"}
         for replica in replicas:
             warm(router, replica)  # what all hold attracts nobody
         assert len({place(router).replica_id for _ in range(20)}) > 2
+
+
+def test_where_no_index_is_believed_a_conversation_stays_where_its_key_belongs(quiet_replica: QuietReplica) -> None:
+    names = [f"engine-{number}" for number in range(4)]
+    router = make_router(*map(quiet_replica, names))
+    candidates = [msgspec.structs.replace(candidate, indexed=False) for candidate in router.candidates()]
+
+    def home(key: int, among: Sequence[Candidate] = candidates) -> str:
+        tokens = list(range(key, key + 64))
+        return place_tokens(
+            tokens, among, lambda candidate: b"r" * 16, use_cache=True, affinity=b"%d" % key
+        ).candidate.replica_id
+
+    homes = {key: home(key) for key in range(200)}
+    assert homes == {key: home(key) for key in range(200)}
+    counts = Counter(homes.values())
+    assert set(counts) == set(names)
+    assert max(counts.values()) < 100
+    fewer = candidates[1:]
+    assert all(home(key, fewer) == at for key, at in homes.items() if at != candidates[0].replica_id)
+    busy = [
+        msgspec.structs.replace(candidate, waiting_tokens=1000 * (candidate.replica_id == homes[0]))
+        for candidate in candidates
+    ]
+    assert home(0, busy) != homes[0], "affinity is no reason to queue"
