@@ -15,6 +15,8 @@ from gateway.stats.cost import PrefillCost
 
 __all__ = ["Flight", "FlightLog"]
 
+_ENOUGH: Final = 8
+
 _ANY_LENGTH: Final = 1 << 30
 """Tokens per step of a server that does not say: any prompt is one step."""
 
@@ -23,17 +25,24 @@ class FlightLog:
     """The requests at one replica. Owned by the router, written by its flights.
 
     ``pending_tokens`` are the prompt tokens of those whose first output has not come. ``cost`` is what prefill costs
-    there as seen from outside; it learns only while the replica does not tell (``tells_steps``) what its steps take.
+    there as seen from outside; it learns only while the replica does not tell (``tells_steps``) what its steps take,
+    and says nothing before so many requests were ``timed`` that one slow answer decides nothing.
     """
 
-    __slots__ = ("breaker", "cost", "in_flight", "pending_tokens", "tells_steps")
+    __slots__ = ("breaker", "cost", "in_flight", "pending_tokens", "tells_steps", "timed")
 
     def __init__(self, breaker: CircuitBreaker) -> None:
         self.breaker = breaker
         self.in_flight = 0
         self.pending_tokens = 0
         self.tells_steps = False
+        self.timed = 0
         self.cost = PrefillCost(_ANY_LENGTH)
+
+    @property
+    def measured(self) -> bool:
+        """Whether ``cost`` is what it costs there."""
+        return not self.tells_steps and self.timed >= _ENOUGH
 
 
 class Flight:
@@ -84,6 +93,7 @@ class Flight:
             # Until its first output all that waited before it was computed, then its own prompt.
             own = max(1, self._prompt_tokens - self._cached)
             context = own * self._cached + own * (own - 1) // 2 + self._ahead * (self._ahead - 1) // 2
+            self._log.timed += 1
             self._log.cost.observe(StepTiming(own + self._ahead, context, 0, 0, self._ttft_s))
 
     def expired(self) -> None:

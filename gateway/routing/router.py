@@ -278,8 +278,7 @@ class Router:
         )
 
     def _cost(self, state: _ReplicaState) -> PrefillCurve:
-        log = state.log
-        return self._curve(state.replica.id) if log.tells_steps or not log.cost.fitted else log.cost
+        return state.log.cost if state.log.measured else self._curve(state.replica.id)
 
     def _waiting(self, state: _ReplicaState) -> int:
         load = state.replica.load

@@ -309,7 +309,7 @@ def test_what_remote_replicas_cost_is_learned_from_when_their_answers_begin(quie
     clock = Clock()
     router = remote_router(clock, quiet_replica("fast"), quiet_replica("slow"), quiet_replica("unknown"))
     assert router.view("slow").curve_from == "nominal"
-    for tokens in (200, 400, 800, 1600):
+    for tokens in (200, 400, 800, 1600) * 2:
         serve(router, clock, "fast", tokens, tokens * 1e-4)
         serve(router, clock, "slow", tokens, tokens * 1e-3)
         serve(router, clock, "fast", tokens, tokens * 0.5e-4, cached=tokens // 2)
@@ -339,7 +339,7 @@ def test_noise_in_what_was_measured_prefers_nobody(quiet_replica: QuietReplica) 
     names = ["a", "b", "c"]
     router = remote_router(clock, *map(quiet_replica, names))
     for number, name in enumerate(names):
-        for tokens in (200, 400, 800):
+        for tokens in (200, 400, 800) * 3:
             serve(router, clock, name, tokens, tokens * 1e-3 * (1 + 0.1 * number))
     chosen = []
     for _ in range(6):
