@@ -51,6 +51,10 @@ class KvBlocks:
         self._capacity = capacity
         self._blocks: dict[EngineHash, _Block] = {}
 
+    def limit(self, capacity: int) -> None:
+        """Follow so many blocks at most from now on."""
+        self._capacity = capacity
+
     def __len__(self) -> int:
         return len(self._blocks)
 

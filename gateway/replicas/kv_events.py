@@ -5,42 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import msgspec
-
 from engine.wire import CacheEvent
+from gateway.replicas.base import EventHealth
 from gateway.replicas.kv_blocks import KvBlocks
 from gateway.replicas.kv_messages import MalformedEvents, decode_events
 from gateway.replicas.kv_sequence import KvSequence
 
-__all__ = ["KvEventHealth", "KvEvents"]
+__all__ = ["KvEvents"]
 
 _NUMBER_BYTES: Final = 8
 _END: Final = -1
 
 
-class KvEventHealth(msgspec.Struct, frozen=True):
-    """How a stream of cache events is.
-
-    ``exact`` tells whether all that the engine holds is known from it, ``problem`` in words why not. Counted are
-    ``messages`` taken, ``repeated`` ones, ``gaps`` in the numbers, ``losses`` (gaps that could not be filled),
-    ``restarts`` of the engine, and ``malformed`` messages. ``blocks`` is what is known to be held.
-    """
-
-    exact: bool
-    problem: str | None
-    messages: int
-    repeated: int
-    gaps: int
-    losses: int
-    restarts: int
-    malformed: int
-    blocks: int
-
-
 class KvEvents:
     """Follows one engine; does no input or output. Belongs to the event loop.
 
-    ``tell`` hears what becomes of the engine's blocks, in this gateway's keys. At most ``capacity`` blocks are followed.
+    ``tell`` hears what becomes of the engine's blocks, in this gateway's keys. At most ``capacity`` are followed.
     """
 
     def __init__(self, capacity: int, tell: Callable[[tuple[CacheEvent, ...]], None]) -> None:
@@ -50,6 +30,10 @@ class KvEvents:
         self._complete = False
         self._messages = 0
         self._malformed = 0
+
+    def limit(self, capacity: int) -> None:
+        """Follow so many blocks at most from now on."""
+        self._blocks.limit(capacity)
 
     @property
     def exact(self) -> bool:
@@ -61,10 +45,10 @@ class KvEvents:
         """Tokens per block, as the events say; 0 before the first."""
         return self._blocks.block_size
 
-    def health(self) -> KvEventHealth:
+    def health(self) -> EventHealth:
         """How the stream is now."""
         sequence = self.sequence
-        return KvEventHealth(
+        return EventHealth(
             self.exact,
             self._problem(),
             self._messages,

@@ -19,8 +19,8 @@ _QUIET_S: Final = 2.0
 """After so long without a message it is asked whether one was missed: the last one before a pause leaves no gap."""
 
 _REPLAY_TIMEOUT_S: Final = 3.0  # between two messages of a replay
-_MAX_PAUSE_S: Final = 5.0  # between two tries
-_RECONNECT_MS: Final = (100, 5000)
+_MIN_PAUSE_S: Final = 0.1  # between two tries
+_MAX_PAUSE_S: Final = 5.0
 _MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024
 _MAX_WAITING: Final = 100_000  # messages that ZeroMQ may keep before they are taken
 
@@ -60,14 +60,7 @@ class KvSubscription:
         """Begin to listen; returns without waiting for a connection."""
         assert self._context is None, "a subscription is started once"
         context = self._context = zmq.asyncio.Context()
-        subscriber = self._socket(context, zmq.SUB)
-        subscriber.set(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
-        subscriber.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
-        subscriber.set(zmq.RCVHWM, _MAX_WAITING)
-        subscriber.subscribe(b"")
-        monitor = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        subscriber.connect(self._endpoint)
-        jobs = {"listen": self._listen(subscriber), "watch": self._watch(monitor), "repair": self._repair(context)}
+        jobs = {"listen": self._listen(context), "repair": self._repair(context)}
         self._tasks = [asyncio.create_task(job, name=f"{self._name}-{kind}") for kind, job in jobs.items()]
 
     async def stop(self) -> None:
@@ -80,40 +73,65 @@ class KvSubscription:
             self._context.destroy(linger=0)
             self._context = None
 
-    async def _listen(self, subscriber: zmq.asyncio.Socket) -> None:
+    async def _listen(self, context: zmq.asyncio.Context) -> None:
+        """One connection after another. ZeroMQ waits for a server by itself, but gives one up that sends rubbish."""
+        loop, pause_s = asyncio.get_running_loop(), _MIN_PAUSE_S
         while True:
-            frames = await subscriber.recv_multipart()
-            self._events.receive(frames)
+            subscriber = self._socket(context, zmq.SUB)
+            subscriber.set(zmq.RECONNECT_IVL, int(1000 * _MIN_PAUSE_S))
+            subscriber.set(zmq.RECONNECT_IVL_MAX, int(1000 * _MAX_PAUSE_S))
+            subscriber.set(zmq.RCVHWM, _MAX_WAITING)
+            subscriber.subscribe(b"")
+            monitor = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            receiving = asyncio.create_task(self._receive(subscriber), name=f"{self._name}-receive")
+            try:
+                subscriber.connect(self._endpoint)
+                while not self.connected:
+                    self._now(connected=await self._is_connection(monitor))
+                since = loop.time()
+                while self.connected:
+                    self._now(connected=await self._is_connection(monitor))
+            finally:
+                self.connected = False
+                receiving.cancel()
+                await asyncio.gather(receiving, return_exceptions=True)
+                subscriber.disable_monitor()
+                subscriber.close(linger=0)
+            pause_s = _MIN_PAUSE_S if loop.time() - since > _MAX_PAUSE_S else min(_MAX_PAUSE_S, 2 * pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _receive(self, subscriber: zmq.asyncio.Socket) -> None:
+        while True:
+            self._events.receive(await subscriber.recv_multipart())
             self._heard.set()
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        while True:
-            event = parse_monitor_message(await monitor.recv_multipart())["event"]
-            connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            if connected != self.connected:
-                self.connected = connected
-                self._events.sequence.doubt()
-                self._heard.set()
+    async def _is_connection(self, monitor: zmq.asyncio.Socket) -> bool:
+        """Whether what happens next to the connection is that it is made, not that it is lost."""
+        event = parse_monitor_message(await monitor.recv_multipart())["event"]
+        return bool(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    def _now(self, *, connected: bool) -> None:
+        if connected != self.connected:
+            self.connected = connected
+            self._events.sequence.doubt()
+            self._heard.set()
 
     async def _repair(self, context: zmq.asyncio.Context) -> None:
         """Ask for what is wanted, and when it has been quiet for a while, whether anything is missing."""
         sequence, pause_s = self._events.sequence, 0.0
         while True:
-            if sequence.wanted is None:
+            if sequence.wanted is None or not self.connected:
                 await self._until_wanted()
                 continue
             if not self._replay_endpoint:
-                if self.connected:
-                    sequence.give_up()
-                else:
-                    await self._until_wanted()
+                sequence.give_up()
                 continue
             complete = await self._replay(context, self._replay_endpoint, sequence.wanted)
             if complete:
                 pause_s = 0.0
                 await asyncio.sleep(0)
             else:
-                pause_s = min(_MAX_PAUSE_S, max(0.25, 2 * pause_s))
+                pause_s = min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, 2 * pause_s))
                 await asyncio.sleep(pause_s)
             if complete == self.replays_fail:
                 self.replays_fail = not complete

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections import OrderedDict, deque
 from typing import Any
 
 import msgspec
+import zmq
+import zmq.asyncio
 
 from cache_policy.keys import chain_keys
 
@@ -31,6 +34,8 @@ class Publisher:
         self._names: dict[bytes, int] = {}
         self._blocks: OrderedDict[int, bytes] = OrderedDict()  # the pool: an id -> the key of what is in it
         self._ids = itertools.count()
+        self.hits = 0
+        """Blocks of the last prompt that were there."""
 
     @property
     def keys(self) -> set[bytes]:
@@ -54,9 +59,9 @@ class Publisher:
         keys = chain_keys(root, tokens, self.block_size)
         held = set(self._blocks.values())
         hits = 0
-        while hits < len(keys) and keys[hits] in held:
+        while hits < (len(tokens) - 1) // self.block_size and keys[hits] in held:
             hits += 1
-        hits -= hits == len(keys) and bool(self.rng.randrange(2))  # the last block is computed again, beside the other
+        self.hits = hits
         events: list[Any] = []
         for id, key in [*self._blocks.items()]:
             if key in keys[:hits]:
@@ -91,3 +96,61 @@ class Publisher:
 
     def _name(self, key: bytes) -> int:
         return self._names.setdefault(key, self.rng.getrandbits(64))
+
+
+class Sockets:
+    """A publisher on ZeroMQ sockets, as in vLLM: PUB for what happens, ROUTER for what was missed."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
+        self.endpoint = self.replay = ""
+        self.replays = 0
+        """How often somebody has asked for what was missed."""
+        self.old_form = False
+        """Whether a replay leaves the topic out, as older versions do."""
+        self._context: zmq.asyncio.Context
+        self._pub: zmq.asyncio.Socket
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def bind(self) -> None:
+        """Listen: on free ports the first time, then on the same ones."""
+        self._context = zmq.asyncio.Context()
+        self._pub, router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        for socket, name in ((self._pub, "endpoint"), (router, "replay")):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(getattr(self, name) or "tcp://127.0.0.1:*")
+            setattr(self, name, socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._tasks = [asyncio.create_task(self._serve_replays(router))]
+
+    async def send(self, message: tuple[int, bytes] | None, topic: bytes = b"kv-events") -> None:
+        """Publish a message."""
+        if message is not None:
+            await self._pub.send_multipart([topic, message[0].to_bytes(8, "big"), message[1]])
+
+    async def send_frames(self, *frames: bytes) -> None:
+        """Publish whatever it is."""
+        await self._pub.send_multipart(list(frames))
+
+    async def close(self) -> None:
+        """Let go of the sockets, like a process that dies."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=0)  # returns when the ports are free
+
+    async def __aenter__(self) -> Sockets:
+        self.bind()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _serve_replays(self, router: zmq.asyncio.Socket) -> None:
+        while True:
+            client, _, start = await router.recv_multipart()
+            self.replays += 1
+            topic = [] if self.old_form else [b"kv-events"]
+            for number, payload in [*self.publisher.log]:
+                if number >= int.from_bytes(start, "big"):
+                    await router.send_multipart([client, b"", *topic, number.to_bytes(8, "big"), payload])
+            await router.send_multipart([client, b"", *topic, (-1).to_bytes(8, "big", signed=True), b""])
