@@ -1,4 +1,7 @@
 // The causes of missed tokens as people read them, in the order in which they are stacked.
+import { html } from "./vendor/htm-preact.js";
+import { percent } from "./format.js";
+
 export const CAUSES = {
   never_seen: { name: "Never seen", said: "new text; no cache could hold it", color: "--spent" },
   evicted: { name: "Evicted", said: "was held, and had to leave for other blocks", color: "--cause-evicted" },
@@ -12,3 +15,14 @@ export const CAUSES = {
   below_minimum: { name: "Below one block", said: "too short to fill a block", color: "--cause-minimum" },
   bypass: { name: "Bypass", said: "asked not to use the cache", color: "--cause-bypass" },
 };
+
+// Missed tokens by cause as one bar; in words for who cannot see it.
+export function CauseBar({ missed }) {
+  const parts = Object.keys(CAUSES).filter((cause) => missed[cause] > 0).sort((a, b) => missed[b] - missed[a]);
+  if (parts.length === 0) return "–";
+  const total = parts.reduce((sum, cause) => sum + missed[cause], 0);
+  const said = parts.map((cause) => `${CAUSES[cause].name} ${percent(missed[cause] / total)}`).join(", ");
+  return html`<span class="cause-bar" role="img" aria-label=${said} title=${said}>
+    ${parts.map((cause) => html`<i key=${cause} style=${{ width: `${(100 * missed[cause]) / total}%`, background: `var(${CAUSES[cause].color})` }}></i>`)}
+  </span>`;
+}

@@ -1,4 +1,4 @@
-// What a picture shows, in figures: a table to read and the same as a file. Every chart has it.
+// What a picture or a table shows, to read and as a file. Every chart has both.
 import { html, useState } from "./vendor/htm-preact.js";
 
 const moment = new Intl.DateTimeFormat(undefined, { month: "short", day: "2-digit", hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
@@ -16,11 +16,13 @@ export function FiguresOf({ title, said, time, columns }) {
 function TableOf({ title, said, time, columns }) {
   const first = Math.max(0, time.length - ROWS);
   const rows = time.slice(first).map((at, i) => [at, columns.map(({ values, format }) => format(values[first + i]))]);
-  const file = `headstart-${title.toLowerCase().replaceAll(" ", "-")}.csv`;
+  const lines = () => [
+    ["time", ...columns.map(({ name }) => name)],
+    ...time.map((at, i) => [new Date(at * 1000).toISOString(), ...columns.map(({ values }) => values[i])]),
+  ];
   return html`
     <p class="note">
-      ${said}; newest first${first > 0 && `, the latest ${ROWS} of ${time.length}`}.
-      ${" "}<a download=${file} href=${`data:text/csv;charset=utf-8,${encodeURIComponent(csv(time, columns))}`}>Download ${file}</a>
+      ${said}; newest first${first > 0 && `, the latest ${ROWS} of ${time.length}`}. <${fileLink} title=${title} lines=${lines} />
     </p>
     <div class="scroll" role="region" aria-label=${`Figures of ${title}`} tabindex="0">
       <table>
@@ -35,9 +37,19 @@ function TableOf({ title, said, time, columns }) {
   `;
 }
 
-// Unrounded values, times as ISO 8601 in UTC; what was not measured is empty.
-export function csv(time, columns) {
-  const cell = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
-  const lines = time.map((at, i) => [new Date(at * 1000).toISOString(), ...columns.map(({ values }) => values[i] ?? "")].join(","));
-  return [["time", ...columns.map(({ name }) => cell(name))].join(","), ...lines, ""].join("\r\n");
+// The file is made when it is asked for: `lines` gives its rows, of unrounded values; what there is not is empty.
+export function fileLink({ title, lines }) {
+  const file = `headstart-${title.toLowerCase().replaceAll(" ", "-")}.csv`;
+  const fill = (event) => (event.currentTarget.href = `data:text/csv;charset=utf-8,${encodeURIComponent(csv(lines()))}`);
+  return html`<a class="file" download=${file} href="#" aria-label=${`Download ${file}`} onClick=${fill}>CSV</a>`;
+}
+
+const csv = (lines) => lines.map((line) => line.map(csvCell).join(",")).join("\r\n") + "\r\n";
+
+// Spreadsheets run what begins like a formula: names of documents and tenants come from outside.
+function csvCell(value) {
+  if (value == null) return "";
+  if (typeof value === "number") return String(value);
+  const text = /^[=+\-@\t\r]/.test(value) ? `'${value}` : value;
+  return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }

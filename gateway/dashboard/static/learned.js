@@ -1,7 +1,7 @@
 // Learned templates: which fields were found in system prompts that nobody declared, and what is done with them.
 import { html, useCallback, useState } from "./vendor/htm-preact.js";
 import { count, percent, plural } from "./format.js";
-import { usePolled } from "./polled.js";
+import { Missing, usePolled } from "./polled.js";
 
 const URL_TEMPLATES = new URL("../../admin/templates", import.meta.url);
 const ACTIONS = { apply: "Move the fields", suggest: "Only propose", off: "Leave it alone" };
@@ -30,7 +30,7 @@ export function Learned({ keyHeader }) {
     [load],
   );
 
-  if (found === null) return null;
+  if (found === null || found.problem) return html`<${Missing} title="Volatile fields found" said=${found} />`;
   const { proposals, learning, hoist } = found;
   return html`<section class="card learned" aria-labelledby="learned-title">
     <div class="bar-title">

@@ -1,14 +1,17 @@
 // The page: what it is told by the feed, laid out. State lives here; everything below only draws.
 import { html, render, useCallback, useEffect, useState } from "./vendor/htm-preact.js";
 import { HitRateChart, PrefillChart, TtftChart } from "./charts.js";
+import { Documents } from "./documents.js";
 import { Eviction } from "./eviction.js";
 import { follow } from "./feed.js";
 import { Headline } from "./headline.js";
 import { Learned } from "./learned.js";
 import { Misses } from "./misses.js";
 import { Empty, Notices, Unlock } from "./messages.js";
+import { Pins } from "./pins.js";
 import { Pool } from "./pool.js";
 import { Quality } from "./quality.js";
+import { Replicas } from "./replicas.js";
 import { Table } from "./tables.js";
 import { Header } from "./header.js";
 import { Navigation, useView } from "./views.js";
@@ -107,8 +110,9 @@ function Figures({ view, update, theme, adminKey }) {
         note="Requests whose system prompt matches no registered template count as unregistered." />
       <${Learned} keyHeader=${keyHeader} />
     `,
-    replicas: () => html`${pool}<${Table} title="Replicas" first="Replica" rows=${snapshot.replicas} said=${said} />`,
-    eviction: () => html`<${Eviction} eviction=${eviction} keyHeader=${keyHeader} />`,
+    documents: () => html`<${Documents} span=${update.window} said=${said} keyHeader=${keyHeader} />`,
+    replicas: () => html`${pool}<${Replicas} keyHeader=${keyHeader} /><${Table} title="Replicas" first="Replica" rows=${snapshot.replicas} said=${said} />`,
+    eviction: () => html`<${Eviction} eviction=${eviction} keyHeader=${keyHeader} /><${Pins} keyHeader=${keyHeader} />`,
     quality: () => html`<${Quality} quality=${quality} keyHeader=${keyHeader} />`,
   };
   return views[view]();

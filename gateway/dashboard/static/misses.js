@@ -3,7 +3,7 @@ import { html, useState } from "./vendor/htm-preact.js";
 import { MissChart } from "./charts.js";
 import { CAUSES } from "./causes.js";
 import { count, percent, plural, seconds, share, time } from "./format.js";
-import { usePolled } from "./polled.js";
+import { Missing, usePolled } from "./polled.js";
 
 const FIRST = 6; // of the places where prompts turn away; the rest on demand
 
@@ -11,7 +11,7 @@ export function Misses({ span, said, series, theme, keyHeader }) {
   const [report] = usePolled(`misses?window=${span}`, keyHeader);
   const [template, setTemplate] = useState("");
   const [all, setAll] = useState(false);
-  if (report === null) return null;
+  if (report === null || report.problem) return html`<${Missing} title="Misses" said=${report} />`;
   if (!report.enabled) {
     return html`<section class="card"><h2>Misses</h2>
       <p class="note">Misses are not explained here: <code>[attribution] enabled</code> is false in the configuration.</p>

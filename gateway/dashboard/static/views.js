@@ -5,6 +5,7 @@ export const VIEWS = {
   overview: "Overview",
   misses: "Misses",
   templates: "Templates",
+  documents: "Documents",
   replicas: "Replicas",
   eviction: "Eviction",
   quality: "Quality",
