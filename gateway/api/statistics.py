@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Final
 
+import msgspec
 from litestar import Response, get
 from litestar.di import NamedDependency
 from litestar.params import FromQuery, QueryParameter
@@ -18,11 +19,12 @@ from gateway.service import Gateway
 from gateway.stats.documents import DocumentReport
 from gateway.stats.metrics import CONTENT_TYPE, Exposition
 from gateway.stats.misses import MissReport, miss_report
+from gateway.stats.record import RequestRecord
 from gateway.stats.snapshot import Grouping, Snapshot
 from gateway.stats.statistics import Statistics
 from gateway.stats.timeline import KEEP_MINUTES, LONGEST_WINDOW_MINUTES
 
-__all__ = ["admin_documents", "admin_misses", "admin_stats", "prometheus", "window_minutes"]
+__all__ = ["admin_documents", "admin_misses", "admin_requests", "admin_stats", "prometheus", "window_minutes"]
 
 _WINDOW: Final = re.compile(r"([1-9][0-9]{0,8})([mhd]?)")
 _Window = Annotated[str | None, QueryParameter(pattern=rf"^({_WINDOW.pattern}|all)$")]
@@ -76,6 +78,18 @@ def admin_misses(gateway: NamedDependency[Gateway], window: _Window = None) -> M
 def admin_documents(gateway: NamedDependency[Gateway], window: _Window = None) -> DocumentReport:
     """The documents with the most prompt tokens over all gateways, some 5 s old (default: of thirty days)."""
     return gateway.statistics.documents.report(window_minutes(window), enabled=gateway.attribution is not None)
+
+
+class LatestRequests(msgspec.Struct, frozen=True):
+    """Requests that have ended at this gateway, newest first, without any text."""
+
+    requests: list[RequestRecord]
+
+
+@get("/admin/requests", sync_to_thread=False)
+def admin_requests(statistics: NamedDependency[Statistics]) -> LatestRequests:
+    """The last 200 requests of this gateway one by one: what each cost and saved, and what it missed by cause."""
+    return LatestRequests(statistics.latest)
 
 
 @get("/metrics", sync_to_thread=False)

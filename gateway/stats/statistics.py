@@ -7,6 +7,7 @@ import contextlib
 import functools
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -41,6 +42,10 @@ __all__ = ["Statistics", "Window"]
 
 _DOCUMENT_FLUSHES: Final = 5
 """Documents are shared every so many flushes: there are more of them, and nobody watches them by the second."""
+
+
+_LATEST: Final = 200
+"""Requests that can be looked at one by one, some 1 KB each."""
 
 
 class Statistics:
@@ -83,6 +88,7 @@ class Statistics:
             companions=companions,
             clock=clock,
         )
+        self._latest: deque[RequestRecord] = deque(maxlen=_LATEST)
         self._task: asyncio.Task[None] | None = None
 
     # --- life -------------------------------------------------------------------------------------------
@@ -122,6 +128,12 @@ class Statistics:
     def record(self, record: RequestRecord) -> None:
         """Count one finished request."""
         self.aggregate.record(record)
+        self._latest.append(record)
+
+    @property
+    def latest(self) -> list[RequestRecord]:
+        """The last requests that ended at this gateway, newest first, at most 200."""
+        return [*reversed(self._latest)]
 
     def on_ready(self, replica: Replica, info: EngineInfo) -> None:
         """Start the replica's cost curve over with its warm-up profile; a new boot counts evictions from 0."""

@@ -12,6 +12,7 @@ import { Pins } from "./pins.js";
 import { Pool } from "./pool.js";
 import { Quality } from "./quality.js";
 import { Replicas } from "./replicas.js";
+import { Requests } from "./requests.js";
 import { Table } from "./tables.js";
 import { Header } from "./header.js";
 import { Navigation, useView } from "./views.js";
@@ -114,6 +115,7 @@ function Figures({ view, update, theme, adminKey }) {
     replicas: () => html`${pool}<${Replicas} keyHeader=${keyHeader} /><${Table} title="Replicas" first="Replica" rows=${snapshot.replicas} said=${said} />`,
     eviction: () => html`<${Eviction} eviction=${eviction} keyHeader=${keyHeader} /><${Pins} keyHeader=${keyHeader} />`,
     quality: () => html`<${Quality} quality=${quality} keyHeader=${keyHeader} />`,
+    requests: () => html`<${Requests} keyHeader=${keyHeader} />`,
   };
   return views[view]();
 }

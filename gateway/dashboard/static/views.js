@@ -9,6 +9,7 @@ export const VIEWS = {
   replicas: "Replicas",
   eviction: "Eviction",
   quality: "Quality",
+  requests: "Requests",
 };
 
 const named = () => (location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "overview");

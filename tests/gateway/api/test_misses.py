@@ -56,6 +56,21 @@ def test_a_value_in_front_of_all_is_found_to_cost_what_is_behind_it(bench: Bench
     bench.run(scenario, CONFIG)
 
 
+def test_the_latest_requests_are_told_one_by_one_newest_first(bench: Bench) -> None:
+    async def scenario(service: Service) -> None:
+        await ask(service, "10:01", "Why?")
+        await ask(service, "10:01", "Why?")
+        newest, oldest = (await service.get("/admin/requests")).json["requests"]
+        assert newest["finished_at"] >= oldest["finished_at"]
+        assert oldest["cached_tokens"] == 0 < newest["cached_tokens"]
+        for row in (newest, oldest):
+            assert row["template"] == "dated"
+            assert sum(row["missed"].values()) == row["prompt_tokens"] - row["cached_tokens"]
+        assert "10:01" not in str(newest)
+
+    bench.run(scenario, CONFIG)
+
+
 def test_another_order_of_documents_is_a_cause_of_its_own(bench: Bench) -> None:
     async def scenario(service: Service) -> None:
         await ask(service, "10:01", "Why?")
