@@ -18,7 +18,7 @@ export function RowTable({ title, said, first, rows, columns, note, none = "Noth
     ${rows.length === 0
       ? html`<p class="note">${none}</p>`
       : html`<div class="scroll" role="region" aria-labelledby=${id} tabindex="0">
-          <table>
+          <table class=${`by-${first.toLowerCase()}`}>
             <thead>
               <tr><th scope="col">${first}</th>${columns.map(({ name }) => html`<th scope="col" key=${name}>${name}</th>`)}</tr>
             </thead>
