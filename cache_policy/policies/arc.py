@@ -56,7 +56,6 @@ class ArcPolicy(QueuePolicy):
         ghosts = self._once_ghosts if self._queue[block] is self._once else self._often_ghosts
         ghosts.add(self._key.pop(block))
         super().removed(block)
-        self._forget()
 
     def victim(self, evictable: Callable[[int], bool]) -> int | None:
         """The least recently used of the queue that is beyond the border."""
@@ -67,9 +66,14 @@ class ArcPolicy(QueuePolicy):
         return second.first(evictable) if block is None else block
 
     def _forget(self) -> None:
-        """Hold |once| + its ghosts to the capacity, everything together to twice that."""
-        while self._once_ghosts and len(self._once) + len(self._once_ghosts) > self.capacity:
-            self._once_ghosts.drop_oldest()
-        surplus = len(self._key) + len(self._once_ghosts) + len(self._often_ghosts) - 2 * self.capacity
-        for _ in range(min(surplus, len(self._often_ghosts))):
-            self._often_ghosts.drop_oldest()
+        """Hold |once| + its ghosts to the capacity, everything together to twice that.
+
+        Only what is new adds to these sums: what leaves goes on as a ghost.
+        """
+        once_ghosts, often_ghosts = self._once_ghosts, self._often_ghosts
+        surplus = len(self._once) + len(once_ghosts) - self.capacity
+        for _ in range(min(surplus, len(once_ghosts))):
+            once_ghosts.drop_oldest()
+        surplus = len(self._key) + len(once_ghosts) + len(often_ghosts) - 2 * self.capacity
+        for _ in range(min(surplus, len(often_ghosts))):
+            often_ghosts.drop_oldest()

@@ -12,63 +12,64 @@ from cache_policy.policies.leaves import LeafPolicy
 __all__ = ["GhostQueue", "LeafQueue", "QueuePolicy"]
 
 
-class LeafQueue:
-    """Blocks in the order in which they came, where only idle leaves are candidates.
+class LeafQueue(OrderedDict[int, int]):
+    """Blocks in the order in which they came, each with its place; only idle leaves are candidates.
 
     Blocks that are in use or have children keep their place and are never walked over, as the candidates stand in a
-    heap by place: O(log n), plus one look at each older candidate that the owner holds back.
+    heap by place: O(log n), plus one look at each older candidate that the owner holds back. A dict itself, as its
+    length is asked for all the time.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._clock = 0
-        self._place: OrderedDict[int, int] = OrderedDict()
-        self._candidates: set[int] = set()
+        self._candidates: dict[int, int] = {}
         # Entries that are out of date are dropped when they reach the top, or when there are many.
         self._heap: list[tuple[int, int]] = []
-
-    def __len__(self) -> int:
-        return len(self._place)
 
     def append(self, block: int) -> None:
         """``block`` is the youngest, and no candidate yet."""
         self._clock += 1
-        self._place[block] = self._clock
+        self[block] = self._clock
 
     def discard(self, block: int) -> None:
         """Take ``block`` out, when it is in."""
-        self._candidates.discard(block)
-        self._place.pop(block, None)
+        self._candidates.pop(block, None)
+        self.pop(block, None)
 
     def oldest(self) -> int:
         """The block that came first, candidate or not."""
-        return next(iter(self._place))
+        return next(iter(self))
 
     def admit(self, block: int) -> None:
         """A block of this queue becomes a candidate."""
-        self._candidates.add(block)
-        heappush(self._heap, (self._place[block], block))
+        place = self._candidates[block] = self[block]
+        heappush(self._heap, (place, block))
         if len(self._heap) > 2 * len(self._candidates) + 16:
-            self._heap = [(self._place[leaf], leaf) for leaf in self._candidates]
+            self._heap = [(place, leaf) for leaf, place in self._candidates.items()]
             heapify(self._heap)
 
     def dismiss(self, block: int) -> None:
         """A block of this queue is a candidate no more."""
-        self._candidates.discard(block)
+        self._candidates.pop(block, None)
 
     def first(self, evictable: Callable[[int], bool]) -> int | None:
         """The oldest candidate that the owner lets go."""
-        held_back: list[tuple[int, int]] = []
-        heap, found = self._heap, None
+        heap, candidates = self._heap, self._candidates
+        held_back: list[tuple[int, int]] | None = None
+        found = None
         while heap:
-            place, block = heap[0]
-            if block not in self._candidates or self._place[block] != place:
+            entry = heap[0]
+            place, block = entry
+            if candidates.get(block) != place:
                 heappop(heap)
             elif evictable(block):
                 found = block
                 break
             else:
+                held_back = held_back or []
                 held_back.append(heappop(heap))
-        for entry in held_back:
+        for entry in held_back or ():
             heappush(heap, entry)
         return found
 
@@ -102,30 +103,21 @@ class QueuePolicy(LeafPolicy):
         self._queue[block].dismiss(block)
 
 
-class GhostQueue:
-    """Keys of blocks that have left, the oldest first."""
-
-    def __init__(self) -> None:
-        self._keys: OrderedDict[BlockKey, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._keys
+class GhostQueue(OrderedDict[BlockKey, None]):
+    """Keys of blocks that have left, the oldest first. A dict itself, as its length is asked for all the time."""
 
     def add(self, key: BlockKey) -> None:
         """``key`` is the youngest."""
-        self._keys[key] = None
-        self._keys.move_to_end(key)
+        self[key] = None
+        self.move_to_end(key)
 
     def discard(self, key: BlockKey) -> bool:
         """Forget ``key``; returns whether it was here."""
-        if key not in self._keys:
+        if key not in self:
             return False
-        del self._keys[key]
+        del self[key]
         return True
 
     def drop_oldest(self) -> None:
         """Forget the oldest key."""
-        self._keys.popitem(last=False)
+        self.popitem(last=False)

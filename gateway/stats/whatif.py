@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from cache_policy.ghosts import Ghost, GhostCaches
+from cache_policy.ghosts import MOST_ONE_IN, Ghost, GhostCaches, GhostTally
 from engine.wire import CacheEvent, EngineInfo, Load, StepTiming
 from gateway.config import WhatIfConfig
 from gateway.replicas.base import Replica
@@ -21,16 +21,25 @@ from gateway.replicas.base import Replica
 __all__ = ["Recommendation", "WhatIf", "WhatIfReport", "WhatIfRow"]
 
 WINDOW_MINUTES: Final = 60
-_FIRST_STRIDE: Final = 4
-_LAST_STRIDE: Final = 64
+_FIRST_ONE_IN: Final = 4
+_REGULATED_EVERY_S: Final = 60
+_REGULATED_AT_ONCE_AFTER_S: Final = 5
+"""So long is waited at least for what following costs, also when it has used up a minute's share already."""
+
 _ENOUGH_REQUESTS: Final = 200
 """With fewer requests in the window nothing is recommended."""
 
 _WORTH_POINTS: Final = 0.01
 """A smaller gain in hit rate is within the error of a sample, and no reason to change anything."""
 
-_MOST_SAMPLES: Final = 60_000
-"""Sampled blocks over all ghost caches, some 400 bytes each: with the prefixes they remember, less than 64 MB."""
+_MOST_FOLLOWED: Final = 50_000
+"""Blocks in all ghost caches together, some 450 bytes each at most, and"""
+_MOST_REMEMBERED: Final = 80_000
+"""blocks of which is remembered when they were asked for last, some 150 bytes each, up to twice as many: all replicas
+together, and altogether less than 64 MB."""
+
+_Pool = tuple[int, int]
+"""Blocks, and tokens per block."""
 
 _log = structlog.get_logger("headstart.whatif")
 
@@ -79,23 +88,23 @@ class WhatIfReport(msgspec.Struct, frozen=True):
 
 
 class _Minute:
-    """Sums of one minute. ``hits`` are estimated tokens per combination."""
+    """Sums of one minute. Replicas with alike pools share a tally."""
 
-    __slots__ = ("cached_tokens", "hits", "minute", "prompt_tokens", "requests")
+    __slots__ = ("cached_tokens", "minute", "prompt_tokens", "requests", "tallies")
 
-    def __init__(self, minute: int, combinations: int) -> None:
+    def __init__(self, minute: int) -> None:
         self.minute = minute
         self.requests = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
-        self.hits = [0.0] * combinations
+        self.tallies: dict[_Pool, GhostTally] = {}
 
 
 class WhatIf:
     """A ``ReplicaObserver`` that owns the ghost caches of each replica; belongs to the event loop.
 
-    The sampling rate starts at a quarter and is halved whenever following the traffic has cost more than its share of a
-    core over a minute, or would take more memory than allowed; then the ghosts start over.
+    The sampling rate starts at a quarter. It is lowered when following the traffic has cost more than a minute's share
+    of a core, or would take more memory than allowed; then the ghosts start over.
     """
 
     def __init__(
@@ -113,11 +122,12 @@ class WhatIf:
         self._seconds: Final = seconds
         self._clock: Final = clock
         self._timer: Final = timer
-        self._pools: dict[str, tuple[int, int]] = {}  # blocks and tokens per block of each replica
+        self._pools: dict[str, _Pool] = {}
         self._caches: dict[str, GhostCaches] = {}
         self._policies: tuple[str, ...] = ()
+        self._combinations: list[tuple[str, float]] = []
         self._minutes: deque[_Minute] = deque(maxlen=WINDOW_MINUTES)
-        self._stride = _FIRST_STRIDE
+        self._one_in = _FIRST_ONE_IN
         self._spent = 0.0
         self._spent_since = self._clock()
         self._cpu_share = 0.0
@@ -148,14 +158,16 @@ class WhatIf:
         started = self._timer()
         if self._policy() not in self._policies:
             self._start_over()
-        size = self._pools[replica_id][1]
-        most = (prompt_tokens - 1) // size * size  # the last token is always computed
+        pool = self._pools[replica_id]
         minute = self._minute()
         minute.requests += 1
         minute.prompt_tokens += prompt_tokens
         minute.cached_tokens += cached_tokens
-        for index, blocks in enumerate(self._caches[replica_id].observe(keys)):
-            minute.hits[index] += min(blocks * size, most)
+        tally = minute.tallies.get(pool)
+        if tally is None:
+            tally = minute.tallies[pool] = GhostTally(len(self._combinations))
+        # The last token is always computed, and with it the block that it ends.
+        self._caches[replica_id].observe(keys, tally, (prompt_tokens - 1) // pool[1])
         self._spent += self._timer() - started
         self._regulate()
 
@@ -173,7 +185,7 @@ class WhatIf:
             requests=requests,
             prompt_tokens=prompt,
             policy=policy,
-            sampling_rate=1 / self._stride,
+            sampling_rate=1 / self._one_in,
             cpu_share=self._cpu_share,
             token_hit_rate=sum(minute.cached_tokens for minute in minutes) / prompt if prompt else 0.0,
             estimated_token_hit_rate=in_force,
@@ -184,11 +196,17 @@ class WhatIf:
     # --- inside ------------------------------------------------------------------------------------
 
     def _rows(self, minutes: Sequence[_Minute], prompt: int, policy: str) -> list[WhatIfRow]:
-        hits = [sum(column) for column in zip(*(minute.hits for minute in minutes), strict=True)]
-        combinations = self._combinations()
-        if not prompt or len(hits) != len(combinations):
+        sums: dict[_Pool, GhostTally] = {}
+        for minute in minutes:
+            for of_pool, tally in minute.tallies.items():
+                sums.setdefault(of_pool, GhostTally(len(self._combinations))).add(tally)
+        if not prompt or not sums:
             return []
-        rates = dict(zip(combinations, (tokens / prompt for tokens in hits), strict=True))
+        hits = [0.0] * len(self._combinations)
+        for (_, tokens_per_block), tally in sums.items():
+            found = tally.hit_blocks()
+            hits = [tokens + blocks * tokens_per_block for tokens, blocks in zip(hits, found, strict=True)]
+        rates = dict(zip(self._combinations, (tokens / prompt for tokens in hits), strict=True))
         per_token = self._seconds_per_token()
         pool = sum(blocks for blocks, _ in self._pools.values())
         rows = []
@@ -202,40 +220,46 @@ class WhatIf:
         curves = [self._seconds(replica_id, tokens) for replica_id in self._pools]
         return sum(curves) / len(curves) / tokens if curves else 0.0
 
-    def _combinations(self) -> list[tuple[str, float]]:
-        return [(policy, size) for policy in self._policies for size in self._config.sizes]
-
     def _minute(self) -> _Minute:
         now = int(self._clock() // 60)
         if not self._minutes or self._minutes[-1].minute != now:
-            self._minutes.append(_Minute(now, len(self._combinations())))
+            self._minutes.append(_Minute(now))
         return self._minutes[-1]
 
     def _start_over(self) -> None:
         """New, empty ghosts; what the old ones said of the last hour is not comparable with what these will say."""
         self._policies = tuple(dict.fromkeys((self._policy(), *self._config.policies)))
         self._minutes.clear()
-        combinations = self._combinations()
-        total = sum(blocks for blocks, _ in self._pools.values()) * sum(size for _, size in combinations)
-        while total / self._stride > _MOST_SAMPLES:
-            self._stride *= 2
+        self._combinations = [(policy, size) for policy in self._policies for size in self._config.sizes]
+        total = sum(blocks for blocks, _ in self._pools.values()) * sum(size for _, size in self._combinations)
+        while total / self._one_in > _MOST_FOLLOWED and self._one_in < MOST_ONE_IN:
+            self._one_in *= 2
         self._caches = {
             replica_id: GhostCaches(
-                [Ghost(policy, max(1, round(blocks * size))) for policy, size in combinations], self._stride
+                [Ghost(policy, max(1, round(blocks * size))) for policy, size in self._combinations],
+                self._one_in,
+                _MOST_REMEMBERED // len(self._pools),
             )
             for replica_id, (blocks, _) in self._pools.items()
         }
 
     def _regulate(self) -> None:
-        """Once a minute: see what following has cost, and follow less when it was too much."""
+        """See what following has cost, and follow less when it was too much; soon when it was far too much."""
         elapsed = self._clock() - self._spent_since
-        if elapsed < 60:
+        allowed = self._config.cpu_share
+        if elapsed < _REGULATED_AT_ONCE_AFTER_S or (
+            elapsed < _REGULATED_EVERY_S and self._spent <= allowed * _REGULATED_EVERY_S
+        ):
             return
         self._cpu_share, self._spent, self._spent_since = self._spent / elapsed, 0.0, self._clock()
-        if self._cpu_share > self._config.cpu_share and self._stride < _LAST_STRIDE:
-            self._stride *= 2
-            _log.info("ghost caches see fewer blocks", sampling_rate=1 / self._stride, cpu_share=self._cpu_share)
-            self._start_over()
+        if self._cpu_share <= allowed or self._one_in == MOST_ONE_IN:
+            return
+        before = self._one_in
+        self._one_in *= 2
+        while self._one_in < MOST_ONE_IN and self._cpu_share > allowed * self._one_in / before:
+            self._one_in *= 2
+        _log.info("ghost caches see fewer blocks", sampling_rate=1 / self._one_in, cpu_share=self._cpu_share)
+        self._start_over()
 
 
 def _recommend(rows: Sequence[WhatIfRow], policy: str, requests: int) -> Recommendation:

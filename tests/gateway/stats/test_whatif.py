@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -35,18 +37,18 @@ def replica(id: str = "engine-0") -> Replica:
     return cast(Replica, SimpleNamespace(id=id))
 
 
-def scanning(count: int = 600, seed: int = 5) -> list[list[tuple[Any, ...]]]:
+def scanning(count: int = 600, seed: int = 5, hot: int = 12) -> list[list[tuple[Any, ...]]]:
     """Popular prompts among many that come once: what LRU is bad at."""
     rng = random.Random(seed)
     chains = []
     for number in range(count):
-        name = f"hot{rng.randrange(12)}" if rng.random() < 0.5 else f"cold{number}"
+        name = f"hot{rng.randrange(hot)}" if rng.random() < 0.5 else f"cold{number}"
         chains.append([(name, i) for i in range(20)])
     return chains
 
 
 def keys(chain: list[tuple[Any, ...]]) -> list[bytes]:
-    return [hash((chain[0], i)).to_bytes(8, "little", signed=True) + b"\0" * 8 for i in range(len(chain))]
+    return [blake2b(f"{chain[0]} {i}".encode(), digest_size=16).digest() for i in range(len(chain))]
 
 
 def follow(whatif: WhatIf, chains: list[list[tuple[Any, ...]]]) -> None:
@@ -67,7 +69,7 @@ def made(policy: str = "lru", clock: Clock | None = None, timer: Any = None, **c
 
 
 def test_rows_are_what_a_replay_of_the_same_traffic_gives() -> None:
-    chains = scanning()
+    chains = scanning(3000, hot=120)
     numbers: dict[Any, int] = {}
     parents: list[int] = []
     for chain in chains:
@@ -78,11 +80,13 @@ def test_rows_are_what_a_replay_of_the_same_traffic_gives() -> None:
     requests = tuple(tuple(numbers[block] for block in chain) for chain in chains)
     trace = Trace("t", requests, tuple(len(chain) * BLOCK + 1 for chain in chains), tuple(parents), BLOCK)
     whatif = made()
+    pool = 10 * POOL
+    whatif.on_ready(replica(), info(num_blocks=pool))
     follow(whatif, chains)
     report = whatif.report()
     assert (report.requests, report.prompt_tokens) == (len(chains), trace.tokens)
     assert {(row.policy, row.size, row.blocks) for row in report.rows} == {
-        (policy, size, round(POOL * size)) for policy in ("lru", "s3fifo") for size in (0.5, 1.0, 2.0)
+        (policy, size, round(pool * size)) for policy in ("lru", "s3fifo") for size in (0.5, 1.0, 2.0)
     }
     for row in report.rows:
         assert row.token_hit_rate == pytest.approx(replay(trace, row.policy, row.blocks).token_hit_rate, abs=0.02)
@@ -140,18 +144,43 @@ def test_what_costs_too_much_sees_less() -> None:
     follow(whatif, scanning(1))
     report = whatif.report()
     assert report.cpu_share == pytest.approx(11 / 61)
-    assert report.sampling_rate == before / 2
+    assert report.sampling_rate == before / 16  # halved until 0.02 are left of 0.18
     assert report.requests == 0  # what was seen with more blocks is not mixed with what is seen with fewer
-    for _ in range(20):
-        clock.now += 61
-        follow(whatif, scanning(2))
-    assert whatif.report().sampling_rate == 1 / 64
 
 
-def test_large_pools_are_followed_in_less_detail_so_that_memory_stays_bounded() -> None:
+def test_what_costs_far_too_much_is_not_followed_like_that_for_a_minute() -> None:
+    clock = Clock()
+    whatif = made(clock=clock, timer=iter(range(10**6)).__next__)  # a second a request, and a minute has 1.2
+    follow(whatif, scanning(2))
+    clock.now += 5
+    follow(whatif, scanning(1))
+    report = whatif.report()
+    assert report.cpu_share == pytest.approx(3 / 5)
+    assert report.sampling_rate == pytest.approx(1 / 128)  # 4, 8 … until 0.02 are left of 0.6
+
+
+def test_large_pools_are_followed_in_less_detail() -> None:
     whatif = made()
-    whatif.on_ready(replica(), info(num_blocks=1_000_000))
-    assert 1_000_000 * (0.5 + 1 + 2) * 2 * whatif.report().sampling_rate <= 60_000
+    whatif.on_ready(replica(), info(num_blocks=100_000_000))
+    assert 100_000_000 * (0.5 + 1 + 2) * 2 * whatif.report().sampling_rate <= 50_000
+
+
+def test_the_memory_stays_below_64_megabytes_whatever_the_traffic() -> None:
+    rng = random.Random(1)
+    policies = ("adaptive", "wtinylfu", "arc")  # they remember most
+    tracemalloc.start()
+    try:
+        whatif = made("adaptive", policies=policies)
+        for number in range(4):
+            whatif.on_ready(replica(f"engine-{number}"), info(num_blocks=18_000))
+        for number in range(440):
+            chain = [rng.randbytes(16) for _ in range(400)]
+            whatif.observe(f"engine-{number % 4}", chain, len(chain) * BLOCK + 1, 0)
+        assert whatif.report().sampling_rate == 1 / 16
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 20 < peak / 2**20 < 64, peak
 
 
 def test_a_restarted_engine_with_the_same_pool_keeps_its_ghosts() -> None:
