@@ -19,6 +19,7 @@ from typing import Any
 from rich.progress import MofNCompleteColumn, Progress, TaskID
 
 from gateway.cli.terminal import NOTES, fetch_model, print_json, progress_bar
+from gateway.config import Config
 from gateway.configuration import load_config, model_spec
 from gateway.demo.client import Client, Outcome
 from gateway.demo.passes import run_pass
@@ -54,13 +55,18 @@ def read_bodies(folder: Path, *, requests: int, k: int, model: str) -> list[dict
     return bodies
 
 
+def log_config(folder: Path, *, model: str, kv_blocks: int, **overrides: object) -> Config:
+    """A gateway's configuration with the templates of the log; ``overrides`` as ``section__key``."""
+    templates = json.loads((folder / "templates.json").read_text())
+    settings: dict[str, object] = {f"templates.{name}.system": system for name, system in templates.items()}
+    settings |= {"server.port": 0, "server.log_level": "warning"}
+    settings |= {"engine.model": model, "engine.kv_blocks": kv_blocks}
+    return load_config(overrides=settings | {name.replace("__", "."): value for name, value in overrides.items()})
+
+
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Both passes and their figures."""
-    templates = json.loads((arguments.folder / "templates.json").read_text())
-    overrides: dict[str, object] = {f"templates.{name}.system": system for name, system in templates.items()}
-    overrides |= {"server.port": 0, "server.log_level": "warning"}
-    overrides |= {"engine.model": arguments.model, "engine.kv_blocks": arguments.kv_blocks}
-    config = load_config(overrides=overrides)
+    config = log_config(arguments.folder, model=arguments.model, kv_blocks=arguments.kv_blocks)
     configure_logging(config.server.log_level)
     gateway = configured_gateway(config, fetch_model(model_spec(config.engine)))
     bodies = read_bodies(arguments.folder, requests=arguments.requests, k=arguments.k, model=gateway.model)

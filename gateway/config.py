@@ -39,6 +39,7 @@ __all__ = [
     "TemplateConfig",
     "TenantConfig",
     "TraceConfig",
+    "TracingConfig",
     "WhatIfConfig",
 ]
 
@@ -246,6 +247,19 @@ class TraceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: _Positive = 8
 
 
+class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``[tracing]``: traces of requests for OpenTelemetry (the extra ``otel``), a span for each stage, without text.
+
+    ``endpoint`` is where they are sent by OTLP over HTTP (``http://localhost:4318/v1/traces``); None sends none.
+    ``sample`` is the share of requests that are traced where their caller does not say. Whatever it is, a caller's
+    trace context goes on to remote replicas.
+    """
+
+    endpoint: str | None = None
+    service_name: Annotated[str, Meta(min_length=1)] = "headstart"
+    sample: _Share = 1.0
+
+
 class WhatIfConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[whatif]``: which eviction policies and pool sizes (1 is the real one) are followed on live traffic.
 
@@ -372,5 +386,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     whatif: WhatIfConfig = WhatIfConfig()
     attribution: AttributionConfig = AttributionConfig()
     savings: SavingsConfig = SavingsConfig()
+    tracing: TracingConfig = TracingConfig()
     quality: QualityConfig = QualityConfig()
     secret: str | None = None

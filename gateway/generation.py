@@ -26,6 +26,7 @@ from gateway.errors import (
 from gateway.plan import Plan
 from gateway.replicas.base import CountedOutput, GenerationRequest, Replica, ReplicaState
 from gateway.routing.router import Router
+from gateway.tracing import describe, stage
 
 __all__ = ["Answer", "Dispatcher", "Generation", "Planner", "SamplingChoice", "Terms"]
 
@@ -121,6 +122,18 @@ class Generation:
         """Tokens of the prompt."""
         return len(self.plan.token_ids)
 
+    def attributes(self) -> dict[str, str | int | float]:
+        """What a trace says of it."""
+        return {
+            "headstart.replica": self.plan.replica_id,
+            "headstart.tenant": self.plan.tenant,
+            "headstart.template": self.plan.template,
+            "headstart.prompt_tokens": self.prompt_tokens,
+            "headstart.cached_tokens": self.cached_tokens or 0,
+            "headstart.completion_tokens": self.completion_tokens,
+            "headstart.ttft_s": self.ttft_s,
+        }
+
     @property
     def ended(self) -> bool:
         """Whether every choice has come to its end."""
@@ -213,7 +226,8 @@ class Dispatcher:
         try:
             async with asyncio.timeout(self._timeout_s), AsyncExitStack() as stack:
                 account.generation = await self._open(planner, sampling, terms, stack, account)
-                yield account.generation
+                with stage("decode"):
+                    yield account.generation
             account.close("ok")
         except TimeoutError:
             if account.generation is None and account.flight is not None:
@@ -234,8 +248,10 @@ class Dispatcher:
         finally:
             self.active -= 1
             account.tell()
-            if account.generation is not None and self._on_served is not None:
-                self._on_served(account.generation)
+            if account.generation is not None:
+                describe(account.generation.attributes)
+                if self._on_served is not None:
+                    self._on_served(account.generation)
 
     async def _open(
         self, planner: Planner, sampling: SamplingChoice, terms: Terms, stack: AsyncExitStack, account: Account
@@ -273,7 +289,8 @@ class Dispatcher:
         account: Account,
         avoid: Set[str],
     ) -> Generation:
-        plan = planner(avoid)
+        with stage("plan"):
+            plan = planner(avoid)
         replica = self._replicas[plan.replica_id]
         assert replica.info is not None, "the router chooses among replicas that are ready"
         plan = account.planned(plan, replica.info)
@@ -293,7 +310,8 @@ class Dispatcher:
         async with AsyncExitStack() as attempt:
             flight = account.flight = attempt.enter_context(self._router.dispatch(plan))
             outputs = await attempt.enter_async_context(aclosing(replica.generate(request)))
-            first = await anext(outputs)
+            with stage("prefill"):
+                first = await anext(outputs)
             flight.prefilled()
             await stack.enter_async_context(attempt.pop_all())
         return Generation(plan, terms, request.sampling, first, outputs, time.monotonic() - account.arrived)

@@ -39,6 +39,7 @@ from gateway.routing.placement import (
 )
 from gateway.routing.router import Candidate
 from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
+from gateway.tracing import stage
 
 __all__ = ["Fleet", "OrderRule", "RequestPath", "WeighedChat", "order_changes", "single_prompt"]
 
@@ -140,20 +141,22 @@ class RequestPath:
         Raises ``InvalidRequestError`` and ``ReplicaUnavailable`` as ``plan_chat`` does.
         """
         with _nesting_refused():
-            canonical = self._canonicalizer.canonicalize(body, caller.tenant)
+            with stage("canonicalize"):
+                canonical = self._canonicalizer.canonicalize(body, caller.tenant)
             decision = self._decide(canonical, body, caller)
             scope = Scope(caller.tenant, canonical.template, body.cache_salt or "")
             snapshot = self.popularity.snapshot(scope)
-            placements = weigh_chat(
-                canonical.layout,
-                OrderWish(decision.order, canonical.limits, snapshot),
-                self._router.candidates(avoid),
-                self._root_of(body, caller),
-                self._renderer,
-                self.resident_paths,
-                use_cache=_uses_cache(body),
-                affinity=_affinity(body, canonical.layout),
-            )
+            with stage("tokenize and route"):
+                placements = weigh_chat(
+                    canonical.layout,
+                    OrderWish(decision.order, canonical.limits, snapshot),
+                    self._router.candidates(avoid),
+                    self._root_of(body, caller),
+                    self._renderer,
+                    self.resident_paths,
+                    use_cache=_uses_cache(body),
+                    affinity=_affinity(body, canonical.layout),
+                )
         documents = canonical.layout.documents
         counted = documents and decision.order in _COUNTED and _uses_cache(body)
         sighting = Sighting(scope, tuple([document.fingerprint for document in documents])) if counted else None

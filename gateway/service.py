@@ -46,6 +46,7 @@ from gateway.stats.recorder import TraceRecorder
 from gateway.stats.statistics import Statistics
 from gateway.stats.whatif import WhatIf
 from gateway.template_store import TemplateStore
+from gateway.tracing import Tracing
 
 __all__ = ["Gateway", "configured_gateway"]
 
@@ -94,6 +95,7 @@ class Gateway:
         self.whatif: Final = self._ghosts(config.whatif) if config.whatif.enabled else None
         self.prompts: Final = TokenMemory(config.attribution.remembered_tokens)
         self.attribution: Final = LiveAttribution(self.prompts) if config.attribution.enabled else None
+        self.tracing: Final = Tracing(config.tracing)
         self.learner: Final = TemplateLearner()
         self.proposals: Final = TemplateProposals(self.learner, config.canonical.hoist)
         self.path: Final = RequestPath(
@@ -208,6 +210,7 @@ class Gateway:
         await self.statistics.stop()
         if self.recorder is not None:
             await self.recorder.stop()
+        await self.tracing.stop()
 
     def _ghosts(self, config: WhatIfConfig) -> WhatIf:
         return WhatIf(

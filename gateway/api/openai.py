@@ -33,6 +33,7 @@ from gateway.plan import Caller
 from gateway.request_path import single_prompt
 from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 from gateway.service import Gateway
+from gateway.tracing import stage
 
 __all__ = ["generation_routes"]
 
@@ -116,11 +117,13 @@ async def _serve(gateway: Gateway, exchange: Exchange, read: Callable[[Gateway, 
     if exchange.method != "POST":
         raise MethodNotAllowedError("Use POST.", allowed="POST")
     arrived = time.monotonic()
-    caller = gateway.authenticator.tenant(exchange.peer)
+    peer = exchange.peer
+    caller = gateway.authenticator.tenant(peer)
     gateway.check_open()
-    with suppress(ClientGone):
-        data = await exchange.body(gateway.config.limits.max_body_bytes)
-        job = read(gateway, data, caller)
+    with suppress(ClientGone), gateway.tracing.request("request", peer.headers):
+        with stage("parse"):
+            data = await exchange.body(gateway.config.limits.max_body_bytes)
+            job = read(gateway, data, caller)
         async with exchange.watch():
             await _generate(gateway, exchange, job, arrived)
 

@@ -162,7 +162,7 @@ class LiveAttribution:
             missed[run.cause] = missed.get(run.cause, 0) + run.end - run.start
             if run.cause == "evicted":
                 self._age(plan.keys[run.start // size : run.end // size], size, ages)
-            self._keep_example(plan, run, common, parts, ends)
+        self._keep_examples(plan, found, common, parts, ends)
         return Judged(missed, found, parts, ends, ages)
 
     def _age(self, keys: Sequence[bytes], size: int, ages: dict[int, int]) -> None:
@@ -173,30 +173,30 @@ class LiveAttribution:
                 bucket = age_bucket(now - at)
                 ages[bucket] = ages.get(bucket, 0) + size
 
-    def _keep_example(
-        self, plan: Plan, run: Run, common: CommonPrefix, parts: Sequence[Part], ends: Sequence[int]
+    def _keep_examples(
+        self, plan: Plan, found: Sequence[Run], common: CommonPrefix, parts: Sequence[Part], ends: Sequence[int]
     ) -> None:
-        key = (run.cause, plan.template)
-        kept, now = self._examples.get(key), self._clock()
-        tokens = run.end - run.start
-        if kept is None:
-            if len(self._examples) >= _MOST_EXAMPLES:
-                return
-        elif kept.tokens >= tokens and now - kept.at < _EXAMPLE_AGES_S:
-            return
-        ids = plan.token_ids
-        # What stands behind a difference is missed for what it is behind.
-        parted = run.start <= common.tokens < run.end or (run.cause in _BEHIND and common.tokens < run.end)
-        token = common.tokens if parted else run.start
-        self._examples[key] = KeptExample(
-            now,
-            _kind(token, parts, ends),
-            tokens,
-            token,
-            ids[max(0, token - AHEAD_TOKENS) : token],
-            ids[token : token + AHEAD_TOKENS],
-            token_list(common.ahead) if parted else (),
-        )
+        now, template = self._clock(), plan.template
+        for run in found:
+            kept = self._examples.get((run.cause, template))
+            if kept is None:
+                if len(self._examples) >= _MOST_EXAMPLES:
+                    continue
+            elif kept.tokens >= run.end - run.start and now - kept.at < _EXAMPLE_AGES_S:
+                continue
+            # What stands behind a difference is missed for what it is behind.
+            parted = run.start <= common.tokens < run.end or (run.cause in _BEHIND and common.tokens < run.end)
+            token = common.tokens if parted else run.start
+            ids = plan.token_ids
+            self._examples[run.cause, template] = KeptExample(
+                now,
+                _kind(token, parts, ends),
+                run.end - run.start,
+                token,
+                ids[max(0, token - AHEAD_TOKENS) : token],
+                ids[token : token + AHEAD_TOKENS],
+                token_list(common.ahead) if parted else (),
+            )
 
 
 def _kind(token: int, parts: Sequence[Part], ends: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from gateway.config import ReplicaConfig
 from gateway.replicas.tokenizer_proof import TokenizerProof
+from gateway.tracing import trace_headers
 
 __all__ = ["ModelCard", "OpenAIServer", "ServedModel", "ServerUnfit", "words_for"]
 
@@ -84,7 +85,7 @@ class OpenAIServer:
 
     async def complete(self, body: bytes) -> aiohttp.ClientResponse:
         """Ask for a completion; the response is the caller's to close. Raises ``aiohttp.ClientError``."""
-        headers = {"content-type": "application/json", "accept": "text/event-stream"}
+        headers = {"content-type": "application/json", "accept": "text/event-stream", **trace_headers()}
         return await self._session.post(self._completions, data=body, headers=headers, allow_redirects=False)
 
     async def look(self, wanted: str) -> ModelCard:

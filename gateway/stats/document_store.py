@@ -10,12 +10,12 @@ Tenants, ids of documents and numbers only.
 
 from __future__ import annotations
 
-from array import array
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 from redis.asyncio import Redis
 
+from cache_policy.keys import KEY_BYTES
 from gateway.stats.batch import Batch, chunks
 from gateway.stats.distinct import DistinctKeys
 from gateway.stats.documents import DOCUMENT_SPANS, DocumentKey, Documents, DocumentSums, Sketch
@@ -28,11 +28,11 @@ _EXPIRY_MARGIN_S: Final = 3600
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """One sketch as it is stored. ``kept`` are the numbers of its sample of keys, 8 bytes each."""
+    """One sketch as it is stored. ``kept`` are the keys of its sample, one behind the other."""
 
     rows: list[tuple[DocumentKey, DocumentSums]]
     other: DocumentSums
-    halvings: int
+    halvings: Annotated[int, msgspec.Meta(ge=0)]
     kept: bytes
 
 
@@ -103,18 +103,17 @@ class DocumentShare:
     def _sketch(self, value: bytes) -> Sketch | None:
         try:
             stored = _decode(value)
-            kept = array("Q", stored.kept)
-        except (msgspec.MsgspecError, ValueError):
+        except msgspec.MsgspecError:
             return None
         sketch = Sketch(self._documents.size)
         for key, sums in stored.rows:
             sketch.row(key).add(sums)
         sketch.other.add(stored.other)
-        sketch.prefixes.merge(DistinctKeys(stored.halvings, kept))
+        kept = (stored.kept[at : at + KEY_BYTES] for at in range(0, len(stored.kept), KEY_BYTES))
+        sketch.prefixes.merge(DistinctKeys(min(stored.halvings, 60), kept))
         return sketch
 
 
 def _stored(sketch: Sketch) -> _Stored:
     sketch.trim()
-    kept = array("Q", sketch.prefixes.kept).tobytes()
-    return _Stored(list(sketch.rows.items()), sketch.other, sketch.prefixes.halvings, kept)
+    return _Stored(list(sketch.rows.items()), sketch.other, sketch.prefixes.halvings, b"".join(sketch.prefixes.kept))

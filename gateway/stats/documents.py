@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from gateway.attribution.causes import Run
 from gateway.attribution.history import Cause
 from gateway.attribution.live import Judged
 from gateway.stats.distinct import DistinctKeys
@@ -159,16 +160,14 @@ class Documents:
         for part, end in zip(judged.parts, judged.ends, strict=True):
             if part.kind == "document" and end > start:
                 sums = sketch.row(DocumentKey(tenant, part.label[:_LONGEST_ID]))
-                hit = max(0, min(end, cached) - start)
+                hit = (end if end < cached else cached) - start
                 sums.requests += 1
                 sums.tokens += end - start
-                if hit:
+                if hit > 0:
                     sums.cached_tokens += hit
                     sums.saved_prefill_s += saved_s * hit / cached
-                for cause, first, last in judged.runs:
-                    lost = min(end, last) - max(start, first)
-                    if lost > 0:
-                        sums.missed[cause] = sums.missed.get(cause, 0) + lost
+                if end > cached:
+                    _add_missed(sums.missed, judged.runs, start, end)
             start = end
 
     def roll(self) -> None:
@@ -269,3 +268,13 @@ class Documents:
                 yield own
             if (others := self._others.get((span, number))) is not None:
                 yield others
+
+
+def _add_missed(missed: dict[Cause, int], runs: Sequence[Run], start: int, end: int) -> None:
+    """Add the tokens from ``start`` to ``end`` that were missed, by cause."""
+    for cause, first, last in runs:
+        if first >= end:
+            return
+        if last > start:
+            lost = (last if last < end else end) - (first if first > start else start)
+            missed[cause] = missed.get(cause, 0) + lost

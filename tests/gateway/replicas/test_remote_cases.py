@@ -304,3 +304,19 @@ def test_the_name_that_clients_use_is_ours_and_the_servers_is_its_own(folder: Pa
         assert server.talks[-1].body["model"] == "its/own-name"
 
     play(folder, scenario)
+
+
+# --- the caller's trace ------------------------------------------------------------------------------------
+
+
+def test_a_callers_trace_context_reaches_the_server(folder: Path) -> None:
+    context = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "tracestate": "vendor=1"}
+
+    async def scenario(remote: Remote, server: MockServer) -> None:
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 3}
+        async with remote.http.post(f"{remote.url}/v1/completions", json=body, headers=context) as response:
+            assert response.status == 200
+        (talk,) = server.talks
+        assert {name: talk.request.headers[name] for name in context} == context
+
+    play(folder, scenario)

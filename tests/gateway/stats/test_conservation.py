@@ -36,12 +36,13 @@ class Usage:
         self.sums["completion_tokens"] += usage["completion_tokens"]
 
 
-async def send(http: aiohttp.ClientSession, url: str, number: int, usage: Usage) -> None:
+async def send(http: aiohttp.ClientSession, url: str, number: int, usage: Usage, max_tokens: int = 5) -> None:
     """One chat request of several that share a prefix, every other one streamed."""
     stream = number % 2 == 1
     body: dict[str, Any] = {
         "model": "scripted",
-        "max_tokens": 5,
+        "max_tokens": max_tokens,
+        "documents": [{"id": f"d{number % 3}", "text": "Said once. " * 8}],
         "temperature": 0,
         "ignore_eos": True,
         "messages": [
@@ -61,13 +62,16 @@ async def send(http: aiohttp.ClientSession, url: str, number: int, usage: Usage)
         usage.add(json.loads(events[-1])["usage"])
 
 
-def in_valkey(valkey: Any) -> dict[str, float]:
-    sums = dict.fromkeys((*COUNTS, "requests"), 0)
+def in_valkey(valkey: Any, index: str = "epochs", rows: str = "totals") -> dict[str, float]:
+    """The sums of all rows, and the missed tokens of all causes."""
+    sums = dict.fromkeys((*COUNTS, "requests", "missed_tokens"), 0)
     with valkey.client() as client:
-        for epoch in client.zrange("headstart:epochs", 0, -1):
-            for field, value in client.hgetall(f"headstart:totals:{epoch.decode()}").items():
-                for name in sums if field != b"flush" else ():
-                    sums[name] += json.loads(value).get(name, 0)
+        for member in client.zrange(f"headstart:{index}", 0, -1):
+            for field, value in client.hgetall(f"headstart:{rows}:{member.decode()}").items():
+                row = json.loads(value) if field != b"flush" else {}
+                for name in sums:
+                    sums[name] += row.get(name, 0)
+                sums["missed_tokens"] += sum(tokens for _, tokens, _ in row.get("missed", {}).values())
     return sums
 
 
@@ -88,10 +92,29 @@ async def in_metrics(http: aiohttp.ClientSession, url: str) -> dict[str, float]:
     for family in families:
         for sample in family.samples:
             samples[sample.name] = samples.get(sample.name, 0) + sample.value
-    return {name: samples[f"headstart_{name}_total"] for name in (*COUNTS, "requests")}
+    assert samples["vllm:prefix_cache_queries_total"] == samples["headstart_prompt_tokens_total"]
+    assert samples["vllm:prefix_cache_hits_total"] == samples["headstart_cached_prompt_tokens_total"]
+    found = {name: samples[f"headstart_{name}_total"] for name in (*COUNTS, "requests")}
+    return found | {"missed_tokens": samples["headstart_missed_prompt_tokens_total"]}
 
 
-def test_every_account_agrees_with_what_clients_were_told_also_after_valkey_was_killed(
+async def in_json(http: aiohttp.ClientSession, url: str, window: str, expected: dict[str, float]) -> Any:
+    """What ``/admin/stats`` says of a window, after having checked that all its sums, and the misses', are expected."""
+    async with http.get(f"{url}/admin/stats", params={"window": window}) as response:
+        stats = await response.json()
+    assert {name: stats["totals"][name] for name in expected} == expected
+    for table in ("templates", "tenants", "replicas", "models"):
+        assert {name: sum(row[name] for row in stats[table].values()) for name in expected} == expected
+        causes = [lost["tokens"] for row in stats[table].values() for lost in row["missed"].values()]
+        assert sum(causes) == expected["missed_tokens"]
+    async with http.get(f"{url}/admin/misses", params={"window": window}) as response:
+        misses = await response.json()
+    assert misses["missed_tokens"] == expected["missed_tokens"]
+    assert sum(row["tokens"] for row in misses["rows"]) == expected["missed_tokens"]
+    return stats
+
+
+def test_every_account_agrees_with_what_clients_were_told_also_after_retries_preemptions_and_lost_valkeys(
     valkey: Any, eventually: Eventually, model_folder: Callable[[str], Path]
 ) -> None:
     async def scenario() -> None:
@@ -110,21 +133,34 @@ def test_every_account_agrees_with_what_clients_were_told_also_after_valkey_was_
             await gateway.wait_ready(10)
             for outage in range(3):
                 numbers = range(outage * 10, outage * 10 + 10)
-                await asyncio.gather(*[send(http, url, number, usage) for number in numbers])
+                await asyncio.gather(*[send(http, url, number, usage, max_tokens=150) for number in numbers])
                 if outage < 2:
                     valkey.kill()
                     await send(http, url, 1000 + outage, usage)
                     valkey.start()
+            for replica in replicas:  # a request that is sent again counts once
+                replica.hold()
+            known = sum(len(replica.submitted) for replica in replicas)
+            again = [asyncio.ensure_future(send(http, url, number, usage)) for number in range(4)]
+            await eventually(lambda: sum(len(replica.submitted) for replica in replicas) == known + 4)
+            for replica in replicas:
+                replica.lose()
+                replica.recover()
+                replica.let_go()
+            await asyncio.gather(*again)
+            assert sum(len(replica.submitted) for replica in replicas) > known + 4
             expected = usage.sums | {"requests": usage.requests}
-            assert expected["requests"] == 32
+            expected["missed_tokens"] = expected["prompt_tokens"] - expected["cached_prompt_tokens"]
+            assert expected["requests"] == 36
             assert expected["cached_prompt_tokens"] > 0
-            await eventually(lambda: in_valkey(valkey) == expected)
+            for index, rows in (("epochs", "totals"), ("minutes", "minute"), ("hours", "hour")):
+                await eventually(lambda index=index, rows=rows: in_valkey(valkey, index, rows) == expected)
             assert await in_metrics(http, url) == expected
-            async with http.get(f"{url}/admin/stats") as response:
-                stats = await response.json()
-        assert {name: stats["totals"][name] for name in expected} == expected
-        for table in ("templates", "tenants", "replicas"):
-            assert {name: sum(row[name] for row in stats[table].values()) for name in expected} == expected
+            for window in ("all", "1h", "24h", "30d"):
+                stats = await in_json(http, url, window, expected)
+                assert stats["totals"]["preemptions"] > 0
+            laid_out = gateway.statistics.documents.report(None)
+            assert sum(row.requests for row in laid_out.rows) == 36
         assert in_valkey(valkey) == expected
 
     asyncio.run(scenario())
