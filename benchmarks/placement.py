@@ -30,14 +30,14 @@ from gateway.request_path import RequestPath
 from gateway.routing.router import Router
 from gateway.schema import ChatRequest
 
-__all__ = ["BlockLru", "Outcome", "Policy", "rag_bodies", "simulate"]
+__all__ = ["BLOCK_SIZE", "STEP_S", "TOKEN_S", "BlockLru", "Outcome", "Policy", "rag_bodies", "simulate"]
 
 Policy = Literal["headstart", "round robin", "one cache"]
 """``one cache`` is a single replica with the memory and the speed of all."""
 
 BLOCK_SIZE: Final = 16
-_STEP_S: Final = 0.01
-_TOKEN_S: Final = 0.0002
+STEP_S: Final = 0.01
+TOKEN_S: Final = 0.0002
 _DECODE_S: Final = 0.8
 _CALLER: Final = Caller("default")
 
@@ -79,7 +79,7 @@ class _Replica:
         self.speed = speed
         self.free_at = 0.0
         self.in_flight = 0
-        self.profile = tuple(StepTiming(n, n * n // 2, 0, 0, (_STEP_S + n * _TOKEN_S) / speed) for n in (64, 256, 1024))
+        self.profile = tuple(StepTiming(n, n * n // 2, 0, 0, (STEP_S + n * TOKEN_S) / speed) for n in (64, 256, 1024))
         self.info: EngineInfo | None = EngineInfo(
             model="m",
             root="",
@@ -105,7 +105,7 @@ class _Curve:
         self._speed = speed
 
     def seconds(self, tokens: int, context: int) -> float:
-        return (_STEP_S + tokens * _TOKEN_S) / self._speed if tokens else 0.0
+        return (STEP_S + tokens * TOKEN_S) / self._speed if tokens else 0.0
 
 
 class Outcome(msgspec.Struct, frozen=True):

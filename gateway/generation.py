@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Set
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Set
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Final
 
 import msgspec
@@ -205,6 +205,23 @@ class Dispatcher:
         self.active = 0
         """Requests that wait or run."""
 
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count a request as in hand for the length of the block.
+
+        Raises:
+            OverloadedError: Too many requests are waiting or running.
+        """
+        if self.active >= self._max_queue:
+            raise OverloadedError(f"{self.active} requests are waiting or running, which is the limit; try again.")
+        self.active += 1
+        try:
+            if self._on_load is not None:
+                self._on_load()
+            yield
+        finally:
+            self.active -= 1
+
     @asynccontextmanager
     async def generate(
         self, planner: Planner, sampling: SamplingChoice, *, terms: Terms = _ALONE, arrived: float
@@ -217,11 +234,8 @@ class Dispatcher:
             OverloadedError: Too many requests are waiting or running.
             HeadstartError: What the planner raises, or why no replica could answer.
         """
-        if self.active >= self._max_queue:
-            raise OverloadedError(f"{self.active} requests are waiting or running, which is the limit; try again.")
-        self.active += 1
-        if self._on_load is not None:
-            self._on_load()
+        admission = ExitStack()
+        admission.enter_context(self.admitted())
         account = self._accounting.open(arrived)
         try:
             async with asyncio.timeout(self._timeout_s), AsyncExitStack() as stack:
@@ -246,7 +260,7 @@ class Dispatcher:
             account.close("failed")
             raise
         finally:
-            self.active -= 1
+            admission.close()
             account.tell()
             if account.generation is not None:
                 describe(account.generation.attributes)

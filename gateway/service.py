@@ -24,6 +24,7 @@ from gateway.config import DEFAULT_TENANT, ClassConfig, Config, TenantConfig, Wh
 from gateway.configuration import check_config, local_engines, remote_replicas, served_model_name
 from gateway.errors import OverloadedError
 from gateway.eviction import EvictionControl
+from gateway.forwarding import Forwarder
 from gateway.generation import Dispatcher, Generation
 from gateway.identity import Authenticator
 from gateway.membership import Connect, Membership
@@ -145,6 +146,14 @@ class Gateway:
             active=lambda: self.dispatcher.active,
             busy=config.quality.busy,
             judge=self.quality.judge,
+        )
+        self.forwarder: Final = Forwarder(
+            self.replicas,
+            self.path,
+            self.router,
+            self.dispatcher,
+            self.statistics,
+            timeout_s=config.limits.request_timeout_s,
         )
         self._when_draining: list[Callable[[], None]] = [self.shadows.close, self.pins.close]
         for replica in replicas:

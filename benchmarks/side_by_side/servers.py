@@ -20,7 +20,7 @@ import aiohttp
 
 import engine.parent
 
-__all__ = ["ServerError", "free_port", "running"]
+__all__ = ["RunningServer", "ServerError", "free_port", "running"]
 
 _POLL_S: Final = 0.25
 _END_S: Final = 15.0  # until a server that was told to end is killed
@@ -29,6 +29,28 @@ _SHOWN_LINES: Final = 15
 
 class ServerError(Exception):
     """A server did not come up; the message has the last lines it wrote."""
+
+
+class RunningServer:
+    """A server while it runs."""
+
+    def __init__(self, pid: int, log: Path) -> None:
+        self.pid = pid
+        self._log = log
+
+    def last_lines(self) -> str:
+        """What it wrote last."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+
+    def cpu_seconds(self) -> float:
+        """Processor time of its session up to now: of it and of all that it has started."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.pid:
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def free_port() -> int:
@@ -43,8 +65,8 @@ def free_port() -> int:
 @asynccontextmanager
 async def running(
     command: Sequence[str], environment: Mapping[str, str], ready: str, timeout_s: float
-) -> AsyncIterator[Callable[[], str]]:
-    """Run a server until the block ends, from when ``GET ready`` answers 200 on; yields what gives its last lines.
+) -> AsyncIterator[RunningServer]:
+    """Run a server until the block ends, from when ``GET ready`` answers 200 on.
 
     It runs in a process group of its own, which is ended as a whole. Should this process be killed, the server is told
     to end by the kernel.
@@ -54,14 +76,11 @@ async def running(
     """
     with tempfile.TemporaryDirectory(prefix="headstart-benchmark-") as folder:
         log = Path(folder) / "log"
-
-        def last_lines() -> str:
-            return "\n".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
-
         process = _start(command, environment, folder, log)
+        server = RunningServer(process.pid, log)
         try:
-            await _wait_ready(process, ready, timeout_s, last_lines)
-            yield last_lines
+            await _wait_ready(process, ready, timeout_s, server.last_lines)
+            yield server
         finally:
             _end(process)
 

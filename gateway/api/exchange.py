@@ -87,6 +87,11 @@ class Exchange:
         return request_id(self._scope)
 
     @property
+    def headers(self) -> Headers:
+        """As they came, names in lower case."""
+        return list(self._scope["headers"])
+
+    @property
     def peer(self) -> Peer:
         """Who sent it, for ``gateway.identity``."""
         client = self._scope["client"]
@@ -142,6 +147,10 @@ class Exchange:
         ]
         await self._start(headers)
 
+    async def start_relay(self, status: int, headers: Headers) -> None:
+        """Begin an answer that somebody else gives."""
+        await self._start(headers, status)
+
     async def send_events(self, data: bytes) -> None:
         """Send one or more events; waits while the client does not read."""
         await self._send_body(data, more=True)
@@ -160,10 +169,10 @@ class Exchange:
         """A block that is cancelled when the client leaves. Only after ``body``."""
         return ClientWatch(self._receive)
 
-    async def _start(self, headers: Headers) -> None:
+    async def _start(self, headers: Headers, status: int = 200) -> None:
         self.started = True
         headers.append((b"x-request-id", self.id.encode()))
-        message: Message = {"type": "http.response.start", "status": 200, "headers": headers}
+        message: Message = {"type": "http.response.start", "status": status, "headers": headers}
         await self._send(message)
 
     async def _send_body(self, data: bytes, *, more: bool) -> None:

@@ -19,6 +19,7 @@ from gateway.api.answers import AnswerFormat, ChatFormat, Choice, CompletionForm
 from gateway.api.decoding import decode_body
 from gateway.api.errors import report_unexpected
 from gateway.api.exchange import ClientGone, Exchange
+from gateway.api.relay import relay
 from gateway.api.validation import (
     Asked,
     chat_asked,
@@ -28,6 +29,7 @@ from gateway.api.validation import (
     sampling_for,
 )
 from gateway.errors import HeadstartError, MethodNotAllowedError, OverloadedError
+from gateway.foreign import Route, foreign_request
 from gateway.generation import Generation, Planner, Terms
 from gateway.plan import Caller
 from gateway.request_path import single_prompt
@@ -49,11 +51,11 @@ def generation_routes(gateway: Gateway) -> list[ASGIRouteHandler]:
 
     @asgi("/v1/chat/completions", copy_scope=False)
     async def chat_completions(scope: Scope, receive: Receive, send: Send) -> None:
-        await _serve(gateway, Exchange(scope, receive, send), _chat)
+        await _serve(gateway, Exchange(scope, receive, send), "/v1/chat/completions", _chat)
 
     @asgi("/v1/completions", copy_scope=False)
     async def completions(scope: Scope, receive: Receive, send: Send) -> None:
-        await _serve(gateway, Exchange(scope, receive, send), _completion)
+        await _serve(gateway, Exchange(scope, receive, send), "/v1/completions", _completion)
 
     return [chat_completions, completions]
 
@@ -112,7 +114,9 @@ def _prompt_text(gateway: Gateway, body: CompletionRequest, token_ids: Sequence[
     return prompt if isinstance(prompt, str) else gateway.renderer.decode(token_ids)
 
 
-async def _serve(gateway: Gateway, exchange: Exchange, read: Callable[[Gateway, bytes, Caller], _Job]) -> None:
+async def _serve(
+    gateway: Gateway, exchange: Exchange, route: Route, read: Callable[[Gateway, bytes, Caller], _Job]
+) -> None:
     """Answer one request. Errors before the first byte are left to the exception handlers."""
     if exchange.method != "POST":
         raise MethodNotAllowedError("Use POST.", allowed="POST")
@@ -123,9 +127,14 @@ async def _serve(gateway: Gateway, exchange: Exchange, read: Callable[[Gateway, 
     with suppress(ClientGone), gateway.tracing.request("request", peer.headers):
         with stage("parse"):
             data = await exchange.body(gateway.config.limits.max_body_bytes)
-            job = read(gateway, data, caller)
-        async with exchange.watch():
-            await _generate(gateway, exchange, job, arrived)
+            foreign = foreign_request(route, data) if gateway.forwarder.available else None
+            job = read(gateway, data, caller) if foreign is None else None
+        if foreign is not None:
+            async with exchange.watch():
+                await relay(gateway, exchange, foreign, data, caller, arrived)
+        elif job is not None:
+            async with exchange.watch():
+                await _generate(gateway, exchange, job, arrived)
 
 
 async def _generate(gateway: Gateway, exchange: Exchange, job: _Job, arrived: float) -> None:

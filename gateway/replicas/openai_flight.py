@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from typing import Final
 
 import aiohttp
 
-from gateway.replicas.openai_server import OpenAIServer
+from gateway.replicas.openai_server import COMPLETIONS, EVENTS, OpenAIServer
 
 __all__ = ["Flight"]
 
@@ -38,11 +39,13 @@ class Flight:
         self._timer: asyncio.TimerHandle | None = None
         self._waits_since: float | None = None
 
-    async def open(self, server: OpenAIServer, body: bytes) -> aiohttp.ClientResponse:
+    async def open(
+        self, server: OpenAIServer, body: bytes, route: str = COMPLETIONS, headers: Mapping[str, str] = EVENTS
+    ) -> aiohttp.ClientResponse:
         """Send the request and wait for the head of the response. Raises ``aiohttp.ClientError``, ``OSError``."""
         try:
             async with asyncio.timeout(None) as self._opening:
-                self._response = await server.complete(body)
+                self._response = await server.post(route, body, headers)
         finally:
             self._opening = None
         return self._response

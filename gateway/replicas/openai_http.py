@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Final
 
 import aiohttp
@@ -25,7 +25,7 @@ from gateway.replicas.sse import EventStreamParser, EventTooLong
 from gateway.replicas.supervisor import RestartDelay
 from gateway.replicas.tokenizer_proof import TokenizerProof
 
-__all__ = ["OpenAIReplica"]
+__all__ = ["ForwardedAnswer", "OpenAIReplica"]
 
 _POLL_INTERVAL_S: Final = 1.0
 _STEADY_S: Final = 5.0  # after so long a life the next one may begin at once
@@ -36,6 +36,9 @@ _BLOCK_SIZE: Final = 16
 _NOT_THE_CALLERS: Final = frozenset({401, 403, 404, 405, 407, 408})
 """4xx answers that are about how this gateway asks, and so for its operator to mend."""
 
+_LAST_EVENT: Final = b"data: [DONE]"
+_STREAM_END: Final = _LAST_EVENT + b"\r\n\r\n"
+
 _UNCHECKED: Final = "it offers no /tokenize, so that its tokenizer could not be checked"
 _UNTOLD: Final = (
     "it does not tell how many prompt tokens it had cached "
@@ -43,6 +46,16 @@ _UNTOLD: Final = (
 )
 
 _log = structlog.get_logger("headstart.replica")
+
+
+class ForwardedAnswer:
+    """The beginning of an answer that is passed on as it is, and its body piece by piece."""
+
+    def __init__(self, response: aiohttp.ClientResponse, chunks: AsyncIterator[bytes]) -> None:
+        self.status: Final = response.status
+        self.headers: Final = response.raw_headers
+        self.streamed: Final = response.content_type == "text/event-stream"
+        self.chunks: Final = chunks
 
 
 class OpenAIReplica(ReplicaLife):
@@ -224,6 +237,41 @@ class OpenAIReplica(ReplicaLife):
         finally:
             flight.close()
             self._land(flight)
+
+    @contextlib.asynccontextmanager
+    async def forward(self, route: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[ForwardedAnswer]:
+        """Pass a request on as it is, for the length of the block; leaving it early closes its connection at once.
+
+        Raises:
+            ReplicaUnavailable: It is not READY.
+            ReplicaLost: It was lost, or answers that it cannot; before the block, or while its answer is read.
+        """
+        if self._server is None or self.info is None or self.state is not ReplicaState.READY:
+            raise self._not_ready()
+        flight, boot_id = Flight(self._config.idle_timeout_s), self.info.boot_id
+        self._take_off(flight)
+        try:
+            response = await flight.open(self._server, body, route, headers)
+            if response.status >= 500 or response.status in _NOT_THE_CALLERS or 300 <= response.status < 400:
+                raise self._failed(flight, f"it answered {response.status}")
+            yield ForwardedAnswer(response, self._relayed(flight, response))
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(flight, boot_id, flight.loss or words_for(error)) from None
+        except BrokenAnswer as error:
+            raise self._lost(flight, boot_id, str(error)) from None
+        finally:
+            flight.close()
+            self._land(flight)
+
+    async def _relayed(self, flight: Flight, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises as ``forward``, also for a stream without its end."""
+        tail = b""
+        while data := await flight.read():
+            flight.produced = True
+            tail = (tail + data)[-len(_STREAM_END) :]
+            yield data
+        if response.status == 200 and response.content_type == "text/event-stream" and tail.strip() != _LAST_EVENT:
+            raise BrokenAnswer("its answer ended before its end")
 
     async def call(
         self, method: str, params: Mapping[str, Any] | None = None, *, timeout: float = 30.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 import aiohttp
@@ -13,9 +14,13 @@ from gateway.config import ReplicaConfig
 from gateway.replicas.tokenizer_proof import TokenizerProof
 from gateway.tracing import trace_headers
 
-__all__ = ["ModelCard", "OpenAIServer", "ServedModel", "ServerUnfit", "words_for"]
+__all__ = ["COMPLETIONS", "EVENTS", "ModelCard", "OpenAIServer", "ServedModel", "ServerUnfit", "words_for"]
 
 _T = TypeVar("_T")
+
+COMPLETIONS: Final = "/v1/completions"
+EVENTS: Final[Mapping[str, str]] = {"content-type": "application/json", "accept": "text/event-stream"}
+"""Headers of a request for a streamed answer."""
 
 _PROBE_TIMEOUT_S: Final = 3.0
 _CONNECT_TIMEOUT_S: Final = 4.0
@@ -75,7 +80,6 @@ class OpenAIServer:
         if config.api_key is not None:
             headers["authorization"] = f"Bearer {config.api_key}"
         self._config: Final = config
-        self._completions: Final = f"{config.url}/v1/completions"
         self._session: Final = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
@@ -83,10 +87,10 @@ class OpenAIServer:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
-    async def complete(self, body: bytes) -> aiohttp.ClientResponse:
-        """Ask for a completion; the response is the caller's to close. Raises ``aiohttp.ClientError``."""
-        headers = {"content-type": "application/json", "accept": "text/event-stream", **trace_headers()}
-        return await self._session.post(self._completions, data=body, headers=headers, allow_redirects=False)
+    async def post(self, route: str, body: bytes, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+        """Send a request; the response is the caller's to close. Raises ``aiohttp.ClientError``."""
+        headers = {**headers, **trace_headers()}
+        return await self._session.post(self._config.url + route, data=body, headers=headers, allow_redirects=False)
 
     async def look(self, wanted: str) -> ModelCard:
         """The model that requests are for, when the server is well.

@@ -16,6 +16,7 @@ from gateway.stats.cost import PrefillCost
 __all__ = ["Flight", "FlightLog"]
 
 _ENOUGH: Final = 8
+_LEARNING_INTERVAL_S: Final = 0.25
 
 _ANY_LENGTH: Final = 1 << 30
 """Tokens per step of a server that does not say: any prompt is one step."""
@@ -29,7 +30,7 @@ class FlightLog:
     and says nothing before so many requests were ``timed`` that one slow answer decides nothing.
     """
 
-    __slots__ = ("breaker", "cost", "in_flight", "pending_tokens", "tells_steps", "timed")
+    __slots__ = ("_learned_at", "breaker", "cost", "in_flight", "pending_tokens", "tells_steps", "timed")
 
     def __init__(self, breaker: CircuitBreaker) -> None:
         self.breaker = breaker
@@ -37,7 +38,15 @@ class FlightLog:
         self.pending_tokens = 0
         self.tells_steps = False
         self.timed = 0
+        self._learned_at = 0.0
         self.cost = PrefillCost(_ANY_LENGTH)
+
+    def learns(self, now: float) -> bool:
+        """Whether the time of a request sent ``now`` is to be learned from: a fit costs as much as the rest of it."""
+        if self.tells_steps or (self.timed >= _ENOUGH and now - self._learned_at < _LEARNING_INTERVAL_S):
+            return False
+        self._learned_at = now
+        return True
 
     @property
     def measured(self) -> bool:
@@ -89,7 +98,7 @@ class Flight:
             self._cached = cached_tokens
             if self._expectation is not None:
                 self._index.reported(self._expectation, cached_tokens)
-        if self._ttft_s is not None and not self._log.tells_steps:
+        if self._ttft_s is not None and self._log.learns(self._since):
             # Until its first output all that waited before it was computed, then its own prompt.
             own = max(1, self._prompt_tokens - self._cached)
             context = own * self._cached + own * (own - 1) // 2 + self._ahead * (self._ahead - 1) // 2

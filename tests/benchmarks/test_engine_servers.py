@@ -157,8 +157,8 @@ def test_a_server_is_waited_for_and_gone_at_the_end_with_all_it_has_started() ->
     async def main() -> int:
         port = free_port()
         command = [sys.executable, "-c", SERVER, str(port)]
-        async with running(command, os.environ, f"http://127.0.0.1:{port}/ready", DEADLINE) as last_lines:
-            _, child = last_lines().splitlines()[0].split()
+        async with running(command, os.environ, f"http://127.0.0.1:{port}/ready", DEADLINE) as server:
+            _, child = server.last_lines().splitlines()[0].split()
             assert alive(int(child))
             return int(child)
 

@@ -162,6 +162,7 @@ class MockServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._complete)
+        await self._extend(app)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
@@ -184,6 +185,9 @@ class MockServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.kill()
+
+    async def _extend(self, app: web.Application) -> None:
+        """Add further routes."""
 
     # --- routes ------------------------------------------------------------------------------------------
 
@@ -257,12 +261,19 @@ async def gateway_over(
         yield Remote(gateway, url, http)
 
 
-def play(folder: Path, scenario: Callable[..., Awaitable[None]], *, servers: int = 1, **options: Any) -> None:
+def play(
+    folder: Path,
+    scenario: Callable[..., Awaitable[None]],
+    *,
+    servers: int = 1,
+    kind: Callable[[Path], MockServer] = MockServer,
+    **options: Any,
+) -> None:
     """Play ``scenario(remote, server, ...)`` on fresh mock servers with a gateway in front of them."""
 
     async def main() -> None:
         async with asyncio.timeout(2 * TIMEOUT_S), AsyncExitStack() as stack:
-            mocks = [await stack.enter_async_context(MockServer(folder)) for _ in range(servers)]
+            mocks = [await stack.enter_async_context(kind(folder)) for _ in range(servers)]
             remote = await stack.enter_async_context(gateway_over(folder, *mocks, **options))
             await scenario(remote, *mocks)
 

@@ -1,0 +1,324 @@
+"""Requests that are passed on as they came, and answers that come back byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from gateway.config import ApiKey, Config
+from gateway.foreign import ForeignRequest, foreign_request
+
+from ..conftest import until
+from .openai_mock import CONFIG, DONE, MODEL, MockServer, Remote, Talk, play
+
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "hello"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"z": 1, "a": [1.0, 2e3]}}}
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a"}}
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder: Callable[[str], Path]) -> Path:
+    return model_folder("chatml")
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "messages": [USER]} | fields).encode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        ({"tools": [TOOL]}, ("tools",)),
+        ({"tools": [TOOL], "tool_choice": "required"}, ("tools",)),
+        ({"response_format": {"type": "json_object"}}, ("response_format",)),
+        ({"priority": 3, "reasoning_effort": "low"}, ("priority", "reasoning_effort")),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]}, ("image_url part",)),
+        ({"messages": [USER, {"role": "assistant", "content": "x", "reasoning_content": "y"}]}, ("reasoning_content",)),
+    ],
+)
+def test_what_only_a_server_knows_is_found(fields: dict[str, Any], reasons: tuple[str, ...]) -> None:
+    found = foreign_request(CHAT, chat(**fields))
+    assert found is not None
+    assert found.reasons == reasons
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"tools": [], "response_format": None},
+        {"response_format": {"type": "text"}},
+        {"metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "documents": [{"text": "y"}]},
+        {"messages": "none"},
+        {"messages": [1]},
+    ],
+)
+def test_what_the_gateway_reads_or_refuses_itself_is_not_passed_on(fields: dict[str, Any]) -> None:
+    assert foreign_request(CHAT, chat(**fields)) is None
+
+
+def test_bodies_that_are_no_json_are_left_to_whoever_says_why() -> None:
+    for data in (b"", b"[]", b"{", b"\xff", b'{"messages": [' + b"[" * 5000):
+        assert foreign_request(CHAT, data) is None
+    assert foreign_request("/v1/completions", b'{"prompt": "x", "suffix": "y"}') is not None
+
+
+def test_everything_but_what_the_gateway_owns_keeps_its_bytes() -> None:
+    data = (
+        b'{"priority": 1.50, "model":"m", "messages":[{"role":"user" , "content":"\\u00e9\xc3\xa9"}],'
+        b' "cache_salt": "mine", "headstart": {"bypass": false}, "seed": 12345678901234567890123,'
+        b' "x": {"b":1, "a":[ ]}}'
+    )
+    request = foreign_request(CHAT, data)
+    assert isinstance(request, ForeignRequest)
+    body = request.body("theirs", b"\x01\x02", use_cache=True)
+    for kept in (
+        b"1.50",
+        b'[{"role":"user" , "content":"\\u00e9\xc3\xa9"}]',
+        b"12345678901234567890123",
+        b'{"b":1, "a":[ ]}',
+    ):
+        assert kept in body
+    told = json.loads(body)
+    assert list(told) == ["priority", "model", "messages", "cache_salt", "seed", "x"]
+    assert (told["model"], told["cache_salt"]) == ("theirs", "0102")
+    salts = {json.loads(request.body("m", b"", use_cache=False))["cache_salt"] for _ in range(3)}
+    assert len(salts) == 3, "a request that shall not use the cache has a namespace of its own"
+
+
+# --- over HTTP -----------------------------------------------------------------------------------------------
+
+ANSWER = (
+    b'{ "id":"x", "choices":[{"message":{"role":"assistant","tool_calls":[ ]}}], "odd" : 1.0,'
+    b' "usage":{"prompt_tokens":7,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}} }'
+)
+STREAM = [
+    b': note\n\ndata: {"choices":[{"delta":{"reasoning_content":"h\xc3',
+    b'\xa9"}}], "x" : 1}\r\n\r\n',
+    b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2}}\n\n',
+    DONE,
+]
+
+
+class Relayed(MockServer):
+    """A server that also has chats, and remembers how it was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.chats: list[tuple[Any, bytes]] = []
+        self.answer: Callable[[web.Request, bytes], Any] = self._whole
+
+    async def _whole(self, _request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.Response(body=ANSWER, content_type="application/json", headers={"x-theirs": "kept"})
+
+    async def _streamed(self, request: web.Request, _body: bytes) -> web.StreamResponse:
+        talk = Talk(request, None)
+        for piece in STREAM:
+            await talk.write(piece)
+        return await talk.end()
+
+    def stream(self) -> None:
+        self.answer = self._streamed
+
+    async def _extend(self, app: web.Application) -> None:
+        async def chats(request: web.Request) -> web.StreamResponse:
+            body = await request.read()
+            self.chats.append((request.headers, body))
+            response: web.StreamResponse = await self.answer(request, body)
+            return response
+
+        app.router.add_post(CHAT, chats)
+
+
+def run(folder: Path, scenario: Callable[..., Any], *, servers: int = 1, config: Config = CONFIG) -> None:
+    play(folder, scenario, servers=servers, config=config, kind=Relayed)
+
+
+async def post(remote: Remote, data: bytes, path: str = CHAT, **headers: str) -> tuple[int, Any, bytes]:
+    given = {"content-type": "application/json"} | headers
+    async with remote.http.post(remote.url + path, data=data, headers=given) as response:
+        return response.status, response.headers, await response.read()
+
+
+def test_an_answer_comes_back_byte_for_byte_with_its_headers(folder: Path) -> None:
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        status, headers, body = await post(remote, chat(tools=[TOOL]))
+        assert (status, body) == (200, ANSWER)
+        assert headers["x-theirs"] == "kept"
+        assert headers["x-headstart-replica"] == "replica-0"
+        assert headers["x-headstart-note"] == "passed on as it is: tools"
+        assert headers["content-length"] == str(len(ANSWER))
+        server.stream()
+        status, headers, body = await post(remote, chat(tools=[TOOL], stream=True))
+        assert (status, body) == (200, b"".join(STREAM))
+        assert headers["content-type"].startswith("text/event-stream")
+        totals = remote.gateway.statistics.snapshot().totals
+        assert (totals.requests, totals.prompt_tokens, totals.cached_prompt_tokens) == (2, 14, 4)
+
+    run(folder, scenario)
+
+
+def test_headers_travel_but_for_keys_cookies_and_those_of_the_connection(folder: Path) -> None:
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        await post(
+            remote,
+            chat(priority=1),
+            authorization="Bearer sk-caller",
+            cookie="a=b",
+            traceparent="00-1-2-01",
+            **{"x-request-id": "mine", "OpenAI-Organization": "o"},
+        )
+        ((headers, body),) = server.chats
+        assert headers["traceparent"] == "00-1-2-01"
+        assert headers["openai-organization"] == "o"
+        assert headers["x-request-id"] == "mine"
+        assert "authorization" not in headers
+        assert "cookie" not in headers
+        assert json.loads(body)["priority"] == 1
+
+    run(folder, scenario)
+
+
+def test_n2_the_namespace_of_a_request_that_is_passed_on_is_its_tenants(folder: Path) -> None:
+    import hashlib
+
+    keys = {hashlib.sha256(key.encode()).hexdigest(): ApiKey(key) for key in ("a", "b")}
+
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        for key in ("a", "b", "a"):
+            await post(remote, chat(priority=1, cache_salt="abc"), authorization=f"Bearer {key}")
+        salts = [json.loads(body)["cache_salt"] for _, body in server.chats]
+        assert salts[0] == salts[2] != salts[1]
+        assert "abc" not in salts
+        for salt in ("", "x" * 5000, 7):
+            status, _, _ = await post(remote, chat(priority=1, cache_salt=salt), authorization="Bearer a")
+            assert status == 400
+        assert len(server.chats) == 3
+
+    run(folder, scenario, config=msgspec.structs.replace(CONFIG, keys=keys))
+
+
+def test_q6_a_refusal_comes_back_as_it_is_and_opens_no_breaker(folder: Path) -> None:
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        async def refuse(_request: web.Request, _body: bytes) -> web.StreamResponse:
+            return web.Response(status=422, body=b'{"odd":"words"}', content_type="application/json")
+
+        server.answer = refuse
+        for _ in range(5):
+            status, _, body = await post(remote, chat(priority=1))
+            assert (status, body) == (422, b'{"odd":"words"}')
+        assert remote.gateway.router.view("replica-0").failures == 0
+
+    run(folder, scenario)
+
+
+def test_q4_a_server_that_fails_before_its_answer_is_followed_by_another(folder: Path) -> None:
+    async def scenario(remote: Remote, *servers: Relayed) -> None:
+        async def fail(request: web.Request, _body: bytes) -> web.StreamResponse:
+            return web.Response(status=500)
+
+        async def die(request: web.Request, _body: bytes) -> web.StreamResponse:
+            Talk(request, None).abort()
+            return web.Response()
+
+        for broken in (fail, die):
+            servers[0].answer = broken
+            for number in range(8):  # some of them belong to the broken one
+                messages = [{"role": "user", "content": f"{number}"}]
+                status, headers, body = await post(remote, chat(priority=1, messages=messages))
+                assert (status, body, headers["x-headstart-replica"]) == (200, ANSWER, "replica-1")
+            assert servers[0].chats
+            servers[0].chats.clear()
+            remote.gateway.router.resume("replica-0")
+            await until(lambda: remote.gateway.ready_replicas == 2)
+
+    run(folder, scenario, servers=2)
+
+
+def test_q4_a_stream_that_breaks_off_ends_with_an_error_event(folder: Path) -> None:
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        async def break_off(request: web.Request, _body: bytes) -> web.StreamResponse:
+            talk = Talk(request, None)
+            await talk.write(STREAM[0] + STREAM[1])
+            return await talk.end()  # in order, but without its last event
+
+        server.answer = break_off
+        status, _, body = await post(remote, chat(priority=1, stream=True))
+        assert status == 200
+        assert body.startswith(STREAM[0])
+        assert b"[DONE]" not in body
+        assert json.loads(body.rpartition(b"data: ")[2])["error"]["code"] == "replica_lost"
+        assert len(server.chats) == 1
+
+    run(folder, scenario)
+
+
+def test_g2_leaving_closes_the_connection_to_the_server(folder: Path) -> None:
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        gone = asyncio.Event()
+
+        async def wait(request: web.Request, _body: bytes) -> web.StreamResponse:
+            await Talk(request, None).wait_until_gone()
+            gone.set()
+            return web.Response()
+
+        server.answer = wait
+        asked = asyncio.create_task(post(remote, chat(priority=1)))
+        await until(lambda: len(server.chats) == 1)
+        asked.cancel()
+        await gone.wait()
+        await until(lambda: remote.gateway.dispatcher.active == 0)
+        assert remote.gateway.router.view("replica-0").in_flight == 0
+
+    run(folder, scenario)
+
+
+def test_a_text_stays_at_its_server_and_other_texts_go_elsewhere(folder: Path) -> None:
+    async def scenario(remote: Remote, *servers: Relayed) -> None:
+        homes = []
+        for number in range(12):
+            where = set()
+            for turn in range(2):
+                messages = [{"role": "user", "content": f"{number}"}, {"role": "assistant", "content": "x"}]
+                _, headers, _ = await post(remote, chat(priority=1, messages=messages[: 1 + turn]))
+                where.add(headers["x-headstart-replica"])
+            assert len(where) == 1
+            homes += where
+        assert len(set(homes)) > 1
+
+    run(folder, scenario, servers=3)
+
+
+def test_o6_no_image_is_fetched_by_the_gateway(folder: Path) -> None:
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        listener: list[Any] = []
+        quiet = await asyncio.start_server(lambda reader, writer: listener.append(writer), "127.0.0.1", 0)
+        port = quiet.sockets[0].getsockname()[1]
+        for url in (f"http://127.0.0.1:{port}/a", f"http://allowed.example\\@127.0.0.1:{port}/", "file:///etc/passwd"):
+            part = {"type": "image_url", "image_url": {"url": url}}
+            status, _, _ = await post(remote, chat(messages=[{"role": "user", "content": [part]}]))
+            assert status == 200
+        assert listener == []
+        quiet.close()
+        await quiet.wait_closed()
+
+    run(folder, scenario)
+
+
+def test_another_model_and_a_missing_one_are_refused_here(folder: Path) -> None:
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        assert (await post(remote, chat(priority=1, model="other")))[0] == 404
+        assert (await post(remote, b'{"messages": [], "priority": 1}'))[0] == 400
+        assert server.chats == []
+
+    run(folder, scenario)
