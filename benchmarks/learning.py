@@ -33,7 +33,7 @@ from gateway.config import DEFAULT_TENANT, CanonicalConfig, TemplateConfig
 from gateway.plan import Caller
 from gateway.prompt import PromptRenderer
 from gateway.request_path import RequestPath
-from gateway.routing.router import Candidate
+from gateway.routing.candidate import Candidate
 from gateway.schema import ChatRequest
 
 WARM: Final = 200

@@ -22,12 +22,14 @@ class DocumentCuts(msgspec.Struct, frozen=True):
     """Pieces to tokenize one by one: those in front of the documents, and those of each document.
 
     A document whose ids depend on what follows it has None. ``places`` are the places in the text, in ascending order,
-    at which it is cut.
+    at which it is cut. ``tail`` is the one where what stands behind the documents begins: put together, all pieces up
+    to there and what is left are the text. None where they would not be.
     """
 
     head: _Pieces
     documents: Iterable[_Pieces | None]
     places: Sequence[int]
+    tail: int | None = None
 
 
 def cut_at_documents(
@@ -38,15 +40,21 @@ def cut_at_documents(
     if rule is CutRule.AFTER_NEWLINES:
         if text[start - 1 : start] != "\n" or separator[-1] != "\n" or not all(map(_begins_word, blocks)):
             return None
-        return DocumentCuts((text[:start],), ((f"{block}{separator}",) for block in blocks), starts)
+        end = starts[-1] + len(blocks[-1]) + len(separator)
+        tail = end if text.startswith(separator, end - len(separator)) and _begins_word(text[end : end + 1]) else None
+        places = starts if tail is None else [*starts, tail]
+        return DocumentCuts((text[:start],), ((f"{block}{separator}",) for block in blocks), places, tail)
     if rule is CutRule.NEVER or separator[0] != "\n":
         return None
     before = start - len(separator)
     if before > 0 and text.startswith(separator, before) and is_ink(text[before - 1]):
         places = [place - len(separator) for place in starts if is_ink(text[place - len(separator) - 1])]
-        places += _end(text, starts, blocks)
+        behind = _end(text, starts, blocks)
         return DocumentCuts(
-            (text[:before],), ((f"{separator}{block}",) if is_ink(block[-1]) else None for block in blocks), places
+            (text[:before],),
+            ((f"{separator}{block}",) if is_ink(block[-1]) else None for block in blocks),
+            places + behind,
+            behind[0] if behind else None,
         )
     return _cut_inside_newlines(text, starts, blocks, separator)
 
@@ -79,4 +87,4 @@ def _end(text: str, starts: Sequence[int], blocks: Sequence[str]) -> list[int]:
 
 def _begins_word(block: str) -> bool:
     """Whether a text is certain to be a word of its own behind newlines: some patterns take a slash along with them."""
-    return block[0] != "/" and is_ink(block[0])
+    return block[:1] not in ("", "/") and is_ink(block[0])

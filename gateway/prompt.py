@@ -22,7 +22,7 @@ from gateway.canonical.messages import Message
 from gateway.chat_template import ChatTemplate
 from gateway.document_cuts import DocumentCuts, cut_at_documents
 from gateway.errors import ConfigError, InvalidRequestError
-from gateway.segments import SegmentEncoder, TooManyTokens, cut_rule, refuse_hopeless
+from gateway.segments import CutRule, SegmentEncoder, TooManyTokens, cut_rule, refuse_hopeless
 from gateway.spelling import TokenSpellings
 from gateway.words import WordEncoder
 
@@ -46,11 +46,14 @@ class DocumentTokens(msgspec.Struct, frozen=True):
     """Token ids of a prompt up to its documents, and of each document, the same at every place in the prompt.
 
     As bytes (``cache_policy.keys.token_bytes``). ``blocks`` holds None for a document whose ids depend on what follows
-    it (it ends in white space).
+    it (it ends in white space). ``around`` is the text before and behind the documents, ``tail`` the ids of what
+    follows the last of them and does not count to it; None where its ids depend on which document that is.
     """
 
     head: bytes
     blocks: list[bytes | None]
+    around: tuple[str, str]
+    tail: bytes | None
 
 
 class PromptRenderer:
@@ -161,21 +164,53 @@ class PromptRenderer:
         None when this tokenizer, or what stands before them, gives a document other ids at another place.
         Raises ``TooManyTokens`` as soon as there are more than ``limit``.
         """
-        encoder = self._encoder(prompt)
-        cuts = self._cuts(prompt, blocks, separator)
-        if cuts is None:
+        encoder, text = self._encoder(prompt), prompt.text
+        start = _position(text, blocks, separator)
+        cuts = None if start is None else cut_at_documents(encoder.rule, text, start, blocks, separator)
+        if start is None or cuts is None:
             return None
 
         def encoded(pieces: Sequence[str]) -> bytes:
             return b"".join([encoder.encode_whole(piece, limit) for piece in pieces])
 
-        tokens = DocumentTokens(encoded(cuts.head), [])
-        size = len(tokens.head)
+        head, documents = encoded(cuts.head), list[bytes | None]()
+        size = len(head)
         for pieces in cuts.documents:
-            tokens.blocks.append(None if pieces is None else encoded(pieces))
-            size += len(tokens.blocks[-1] or b"")
+            documents.append(None if pieces is None else encoded(pieces))
+            size += len(documents[-1] or b"")
             if limit is not None and size > limit * TOKEN_BYTES:
                 raise TooManyTokens(size // TOKEN_BYTES)
+        tail = None if cuts.tail is None else encoder.encode(text[cuts.tail :], limit)
+        end = start + sum(map(len, blocks)) + len(separator) * (len(blocks) - 1)
+        return DocumentTokens(head, documents, (text[:start], text[end:]), tail)
+
+    def arranged_tokens(
+        self,
+        prompt: PromptText,
+        known: DocumentTokens,
+        blocks: Mapping[int, str],
+        limit: int | None = None,
+        separator: str = "\n\n",
+    ) -> bytes | None:
+        """``prompt_tokens`` of ``prompt``, put together from what is ``known`` of the same documents in another order.
+
+        ``blocks`` are their texts by their index there, in the order in which they stand here. None where that is not
+        all that differs, or their ids are not the same at every place. Raises ``TooManyTokens`` as ``prompt_tokens``.
+        """
+        text, (before, behind) = prompt.text, known.around
+        if known.tail is None or text != f"{before}{separator.join(blocks.values())}{behind}":
+            return None
+        encoder = self._encoder(prompt)
+        at = len(before) - (len(separator) if encoder.rule is CutRule.BEFORE_NEWLINES else 0)
+        pieces = [(text[:at], known.head)]
+        for index, block in blocks.items():
+            data, start, at = known.blocks[index], at, at + len(block) + len(separator)
+            if data is None:
+                return None
+            pieces.append((text[start:at], data))
+        tokens = encoder.join(text, [*pieces, (text[at:], known.tail)])
+        if limit is not None and len(tokens) > limit * TOKEN_BYTES:
+            raise TooManyTokens(len(tokens) // TOKEN_BYTES)
         return tokens
 
     def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:

@@ -28,6 +28,7 @@ from gateway.config import CanonicalConfig, OrderMode, TemplateConfig
 from gateway.errors import InvalidRequestError, ModelNotFoundError
 from gateway.plan import Anatomy, Arm, Caller, Change, Comparison, OrderDecision, Plan
 from gateway.prompt import PromptRenderer
+from gateway.routing.candidate import Candidate
 from gateway.routing.placement import (
     OrderWish,
     Placement,
@@ -37,7 +38,6 @@ from gateway.routing.placement import (
     refuse_too_long,
     weigh_chat,
 )
-from gateway.routing.router import Candidate
 from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 from gateway.tracing import stage
 

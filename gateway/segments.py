@@ -15,7 +15,7 @@ import unicodedata
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -193,14 +193,20 @@ class SegmentEncoder:
         last = len(places)
         for index, (start, stop) in enumerate(pairwise((0, *places, len(text)))):
             part = text[start:stop]
-            for piece in (part,) if 0 < index < last else self.pieces(part):
-                data = self.encode_whole(piece, limit) if 0 < index < last else self._remember(piece, limit)
-                walked.append((piece, data))
-                size += len(data)
-                if limit is not None and size > limit * TOKEN_BYTES:
-                    raise TooManyTokens(size // TOKEN_BYTES)
-        self._latest = text, walked
-        return b"".join([data for _, data in walked])
+            if 0 < index < last:
+                pieces = [(part, self.encode_whole(part, limit))]
+            else:
+                pieces = [*chain.from_iterable([self._walk(piece, limit) for piece in self.pieces(part)])]
+            walked += pieces
+            size += sum([len(data) for _, data in pieces])
+            if limit is not None and size > limit * TOKEN_BYTES:
+                raise TooManyTokens(size // TOKEN_BYTES)
+        return self.join(text, walked)
+
+    def join(self, text: str, pieces: list[tuple[str, bytes]]) -> bytes:
+        """The ids of ``text``, which these ``pieces`` make up: each with its ids, encoded here before."""
+        self._latest = text, pieces
+        return b"".join([data for _, data in pieces])
 
     def encode_whole(self, text: str, limit: int | None = None) -> bytes:
         """``encode`` for what comes again as a whole: it is remembered as such, besides its pieces.
@@ -295,15 +301,21 @@ class SegmentEncoder:
         yield piece[start:]
 
     def _remember(self, text: str, limit: int | None) -> bytes:
+        return b"".join([data for _, data in self._walk(text, limit)])
+
+    def _walk(self, text: str, limit: int | None) -> list[tuple[str, bytes]]:
+        """The ids of a piece; of one that was not there before, part by part."""
         known = self._known(text)
         if known is not None:
-            return known
+            return [(text, known)]
         if limit is not None:
             refuse_hopeless(self._tokenizer, text, limit)
         parts = [*(self._lines(text) if self._words is not None and text.isascii() else self._clauses(text))]
         if len(parts) == 1:
-            return self._keep(text, self._tokenized(text))
-        return self._keep(text, b"".join([self._known(part) or self._part(part) for part in parts]))
+            return [(text, self._keep(text, self._tokenized(text)))]
+        walked = [(part, self._known(part) or self._part(part)) for part in parts]
+        self._keep(text, b"".join([data for _, data in walked]))
+        return walked
 
     def _part(self, text: str) -> bytes:
         data = self._tokenized(text)

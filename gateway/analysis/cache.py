@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from cache_policy.ghosts import GhostCache
 from cache_policy.policies.lru import LruPolicy
 from engine.wire import EngineInfo
-from gateway.routing.router import Candidate
+from gateway.routing.candidate import Candidate
 
 __all__ = ["SimulatedCache", "SimulatedFleet", "parse_size"]
 
@@ -35,9 +35,9 @@ class SimulatedCache(Protocol):
         """The keys held now; follows every request."""
         ...
 
-    def request(self, keys: Sequence[bytes]) -> int:
+    def request(self, keys: Sequence[bytes], hit: int = 0) -> int:
         """Ask for the chain of one prompt; return how many of its first blocks were resident. It then holds them all,
-        or as many as there is room for.
+        or as many as there is room for. ``hit`` of them are known to be resident.
         """
         ...
 
@@ -48,10 +48,9 @@ class _Endless:
     def __init__(self) -> None:
         self.resident: set[bytes] = set()
 
-    def request(self, keys: Sequence[bytes]) -> int:
+    def request(self, keys: Sequence[bytes], hit: int = 0) -> int:
         resident = self.resident
-        hit = 0
-        for key in keys:
+        for key in keys[hit:]:
             if key not in resident:
                 break
             hit += 1
@@ -71,10 +70,9 @@ class _LeastRecent:
         self._held: OrderedDict[bytes, None] = OrderedDict()
         self.resident: Set[bytes] = self._held.keys()
 
-    def request(self, keys: Sequence[bytes]) -> int:
+    def request(self, keys: Sequence[bytes], hit: int = 0) -> int:
         held = self._held
-        hit = 0
-        for key in keys:
+        for key in keys[hit:]:
             if key not in held:
                 break
             hit += 1
@@ -94,7 +92,7 @@ class _Bounded:
         self._ghost = GhostCache(policy, blocks)
         self.resident: Set[bytes] = _Numbered(self._ghost.resident)
 
-    def request(self, keys: Sequence[bytes]) -> int:
+    def request(self, keys: Sequence[bytes], hit: int = 0) -> int:
         return self._ghost.request([*map(_number, keys)])
 
 

@@ -144,7 +144,8 @@ class _Pass(ABC):
             return [0] * len(placements)
         size = self.job.block_size
         return [
-            size * cache.request(placement.keys) for cache, placement in zip(self.fleet.caches, placements, strict=True)
+            size * cache.request(placement.keys, placement.cached_tokens // size)
+            for cache, placement in zip(self.fleet.caches, placements, strict=True)
         ]
 
     def count(self, template: str, filled: FilledTemplate | None, tokens: int, hits: Sequence[int]) -> TemplateTally:

@@ -17,7 +17,7 @@ from gateway.config import OrderMode
 from gateway.errors import ContextLengthError
 from gateway.prompt import DocumentTokens, PromptRenderer, PromptText
 from gateway.routing.affinity import owner
-from gateway.routing.router import Candidate
+from gateway.routing.candidate import Candidate
 from gateway.segments import TooManyTokens
 
 __all__ = [
@@ -181,25 +181,34 @@ class _Conversation:
         self._renderer = renderer
         self._limit = limit
         self._prompts: dict[tuple[int, ...], PromptText] = {}
+        self._known: DocumentTokens | None = None
         self._tokens: dict[tuple[int, ...], bytes] = {}
         self._keys: dict[tuple[tuple[int, ...], bytes, int], list[bytes]] = {}
 
     def tokens(self, order: tuple[int, ...]) -> bytes:
         tokens = self._tokens.get(order)
         if tokens is None:
+            separator, limit = self._layout.separator, self._limit - 1
+            blocks = {index: self.documents[index].block for index in order} if separator is not None else {}
+            prompt, known = self.prompt(order), self._known
             with self._length_refused():
-                separator = self._layout.separator
-                blocks = [self.documents[index].block for index in order] if separator is not None else ()
-                tokens = self._renderer.prompt_tokens(
-                    self.prompt(order), self._limit - 1, blocks, separator or SEPARATOR
-                )
+                if known is not None:
+                    tokens = self._renderer.arranged_tokens(prompt, known, blocks, limit, separator or SEPARATOR)
+                if tokens is None:
+                    tokens = self._renderer.prompt_tokens(prompt, limit, [*blocks.values()], separator or SEPARATOR)
             self._tokens[order] = tokens
         return tokens
 
     def keys(self, order: tuple[int, ...], root: bytes, block_size: int) -> list[bytes]:
         keys = self._keys.get((order, root, block_size))
         if keys is None:
-            keys = chain_keys(root, self.tokens(order), block_size)
+            tokens, stride = self.tokens(order), block_size * TOKEN_BYTES
+            keys = []
+            for (other, its_root, its_size), known in self._keys.items():
+                if (its_root, its_size) == (root, block_size):  # the same, up to where the two orders part
+                    keys = known[: _common_blocks(self.tokens(other), tokens, stride)]
+                    break
+            keys += chain_keys(keys[-1] if keys else root, tokens[len(keys) * stride :], block_size)
             self._keys[order, root, block_size] = keys
         return keys
 
@@ -210,7 +219,8 @@ class _Conversation:
         if separator is None:
             return None
         with self._length_refused():
-            return self._renderer.document_tokens(self.prompt(given), blocks, self._limit - 1, separator)
+            self._known = self._renderer.document_tokens(self.prompt(given), blocks, self._limit - 1, separator)
+        return self._known
 
     @contextmanager
     def _length_refused(self) -> Iterator[None]:
@@ -225,6 +235,18 @@ class _Conversation:
             messages = self._layout.arrange([self.documents[index] for index in order])
             prompt = self._prompts[order] = self._renderer.render(messages, self._layout.tools, self._limit - 1)
         return prompt
+
+
+def _common_blocks(one: bytes, other: bytes, stride: int) -> int:
+    """How many blocks of ``stride`` bytes both begin with."""
+    low, high = 0, min(len(one), len(other)) // stride
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low * stride : middle * stride] == other[low * stride : middle * stride]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _orders(

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -17,11 +17,12 @@ from gateway.errors import ReplicaUnavailable
 from gateway.plan import Plan
 from gateway.replicas.base import Replica, ReplicaState
 from gateway.routing.breaker import BreakerState, CircuitBreaker
+from gateway.routing.candidate import Candidate, PrefillCurve
 from gateway.routing.flight import Flight, FlightLog
 from gateway.routing.index import FleetIndex
 from gateway.stats.cost import PrefillCost
 
-__all__ = ["Candidate", "PrefillCurve", "Router", "RouterView"]
+__all__ = ["Router", "RouterView"]
 
 _DEFAULTS: Final = IndexConfig()
 _LOAD_FACTOR: Final = 1.25
@@ -41,38 +42,6 @@ _ALIKE: Final = 1.5
 """Replicas are equally fast whose prefill of a prompt of typical length takes so many times that of the median."""
 
 _NOBODY: Final[frozenset[str]] = frozenset()
-
-
-class PrefillCurve(Protocol):
-    """What prefill costs on one replica (``gateway.stats.cost``)."""
-
-    def seconds(self, tokens: int, context: int) -> float:
-        """Seconds to compute ``tokens`` prompt tokens behind ``context`` cached ones."""
-        ...
-
-
-class Candidate(msgspec.Struct, frozen=True):
-    """A replica that may take a request now. ``resident`` follows later events; use it within one decision.
-
-    ``waiting_tokens`` are the prompt tokens it still has to compute before a new request's. One that was not ``drawn``
-    is to be taken only for what it holds. A ``probe`` goes before all others: it shows whether the replica is well
-    again. Of one that is not ``indexed`` nobody can say what it holds.
-    """
-
-    replica_id: str
-    info: EngineInfo
-    resident: Set[bytes]
-    in_flight: int
-    waiting_tokens: int
-    curve: PrefillCurve
-    drawn: bool = True
-    probe: bool = False
-    indexed: bool = True
-
-    def expected_seconds(self, prompt_tokens: int, cached_tokens: int) -> float:
-        """From now to the first token of a prompt of which it holds ``cached_tokens``."""
-        wait = self.curve.seconds(self.waiting_tokens, 0)
-        return wait + self.curve.seconds(prompt_tokens - cached_tokens, cached_tokens)
 
 
 class RouterView(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from gateway.canonical.documents import Document
 from gateway.canonical.layout import Layout
 from gateway.canonical.messages import Message
 from gateway.errors import ConfigError, InvalidRequestError
-from gateway.prompt import PromptRenderer
+from gateway.prompt import PromptRenderer, PromptText
 from gateway.segments import TooManyTokens
 
 Renderer = Callable[[str], PromptRenderer]
@@ -177,6 +177,47 @@ def test_documents_have_the_same_ids_at_every_place_whatever_stands_between(
         whole = token_bytes(renderer(kind).encode_prompt(prompt))
         assert whole.startswith(b"".join([tokens.head, *filter(None, tokens.blocks)]))
         assert token_bytes(renderer(kind).encode_prompt(prompt, None, order, separator)) == whole
+
+
+@pytest.mark.parametrize("kind", ["chatml", "headers"])
+@pytest.mark.parametrize("separator", ["\n", "\n\n", "\n\n\n", "\n---\n", "\n \n"])
+@pytest.mark.parametrize("behind", ["\n\nWhy?", "\nWhy?", "\n---\nWhy?", " Why?", "\n\n/why", ""])
+def test_another_order_is_put_together_from_what_is_known(
+    kind: str, separator: str, behind: str, renderer: Renderer
+) -> None:
+    blocks = ["First, it's\n\nall. ", "[Document d2]\nA text.", "Th\u00e9 third\n\n* a\n* b", "4"]
+
+    def prompt_of(order: tuple[int, ...], question: str) -> PromptText:
+        listed = separator.join([blocks[index] for index in order])
+        return renderer(kind).render((Message("user", f"Read:{separator}{listed}{question}"),))
+
+    known = renderer(kind).document_tokens(prompt_of((0, 1, 2, 3), behind), blocks, None, separator)
+    for order in ((3, 1, 2, 0), (1, 0, 3, 2), (0, 1, 2, 3)):
+        if known is None:
+            continue
+        prompt, listed = prompt_of(order, behind), {index: blocks[index] for index in order}
+        tokens = renderer(kind).arranged_tokens(prompt, known, listed, None, separator)
+        places = [*range(0, len(prompt.text), 7)]
+        begun = renderer(kind).begun_before(prompt, places)
+        whole = renderer(kind).encode_prompt(prompt)
+        if tokens is not None:
+            assert token_list(tokens) == whole
+            with pytest.raises(TooManyTokens):
+                renderer(kind).arranged_tokens(prompt, known, listed, len(whole) - 1, separator)
+        assert begun == renderer(kind).begun_before(prompt, places)
+        assert renderer(kind).arranged_tokens(prompt_of(order, " No?"), known, listed, None, separator) is None
+
+
+@pytest.mark.parametrize("kind", ["chatml", "headers"])
+def test_laid_out_documents_are_put_together_in_every_order(kind: str, renderer: Renderer) -> None:
+    documents = DOCUMENTS[:2]
+    blocks = [document.block for document in documents]
+    known = renderer(kind).document_tokens(renderer(kind).render(laid_out(documents).arrange(documents)), blocks)
+    assert known is not None
+    prompt = renderer(kind).render(laid_out(documents).arrange(documents[::-1]))
+    tokens = renderer(kind).arranged_tokens(prompt, known, {1: blocks[1], 0: blocks[0]})
+    assert tokens is not None
+    assert token_list(tokens) == renderer(kind).encode_prompt(prompt)
 
 
 @pytest.mark.parametrize("kind", ["chatml", "headers"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
-import structlog
 
 from gateway.canonical.learning.learner import LearnedTemplate, TemplateLearner
 from gateway.canonical.learning.observation import Source
@@ -14,8 +13,6 @@ from gateway.config import HoistMode
 from gateway.errors import TemplateNotFoundError
 
 __all__ = ["FieldProposal", "Proposal", "TemplateProposals"]
-
-_log = structlog.get_logger("headstart.templates")
 
 
 class FieldProposal(msgspec.Struct, frozen=True):
@@ -94,7 +91,10 @@ class TemplateProposals:
         if before is None:
             raise TemplateNotFoundError(f"There is no learned template {id[:32]!r}; GET /admin/templates lists them.")
         self.learner.decide(id, hoist)
-        _log.info("learned template switched", template=id, version=before.version, before=before.hoist, after=hoist)
+        import structlog  # not needed where nothing is decided, and slow to come
+
+        log = structlog.get_logger("headstart.templates")
+        log.info("learned template switched", template=id, version=before.version, before=before.hoist, after=hoist)
         return msgspec.structs.replace(before, hoist=hoist, decided=True)
 
 

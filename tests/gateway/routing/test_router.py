@@ -14,8 +14,9 @@ from engine.wire import AllBlocksCleared, BlockRemoved, BlockStored, Load, StepT
 from gateway.errors import ReplicaLost, ReplicaUnavailable
 from gateway.plan import Plan
 from gateway.replicas.base import ReplicaState
+from gateway.routing.candidate import Candidate
 from gateway.routing.placement import place_tokens
-from gateway.routing.router import Candidate, Router
+from gateway.routing.router import Router
 from gateway.stats.cost import PrefillCost
 
 QuietReplica = Callable[..., Any]
