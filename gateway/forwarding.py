@@ -20,8 +20,9 @@ from gateway.replicas.base import Replica
 from gateway.replicas.openai_http import ForwardedAnswer, OpenAIReplica
 from gateway.request_path import RequestPath
 from gateway.routing.affinity import owner
+from gateway.routing.candidate import Candidate
 from gateway.routing.flight import Flight
-from gateway.routing.router import Candidate, Router
+from gateway.routing.router import Router
 from gateway.stats.record import RequestRecord
 from gateway.stats.statistics import Statistics
 
