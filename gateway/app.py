@@ -29,6 +29,7 @@ from gateway.dashboard import routes as dashboard
 from gateway.dashboard.feed import Feed
 from gateway.pins.metrics import PinsCollector
 from gateway.service import Gateway
+from gateway.stats.index_metrics import IndexCollector
 from gateway.stats.metrics import Exposition, LearningCollector, OrderingCollector, PromptsCollector, QualityCollector
 from gateway.stats.statistics import Statistics
 
@@ -59,6 +60,7 @@ def create_app(gateway: Gateway) -> Litestar:
             gateway.statistics,
             LearningCollector(gateway.learner),
             OrderingCollector(gateway.path, gateway.router),
+            IndexCollector(gateway.router.index, gateway.replicas.values),
             PromptsCollector(gateway.prompts),
             QualityCollector(gateway.quality_report),
             PinsCollector(gateway.pins),

@@ -52,6 +52,7 @@ DocumentFormat = Literal["langchain", "llama-index", "xml", "numbered"]
 DEFAULT_TENANT: Final = "default"
 """The only tenant there is without ``[keys]``."""
 
+_Endpoint = Annotated[str, Meta(pattern=r"^(tcp://(\{host\}|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}|ipc:///.+)$")]
 _Positive = Annotated[int, Meta(ge=1)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _Alpha = Annotated[float, Meta(ge=1e-9, lt=1)]
@@ -97,12 +98,20 @@ class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``url`` is its base, with or without ``/v1``; ``dns+http://NAME:PORT`` stands for every address behind the name.
     ``model`` is the name by which it serves the model (default: the only one it has), ``api_key`` the key it wants. An
     answer on which nothing comes for ``idle_timeout_s`` seconds after its beginning is given up.
+
+    ``events`` is the ZeroMQ address at which a vLLM publishes its cache events (``--kv-events-config``), and
+    ``events_replay`` the one at which it repeats those that were missed; ``{host}`` in them is the host of ``url``.
+    Without them it is presumed that the server keeps what is sent to it. ``block_size`` is in tokens (default: what the
+    server says of itself, else 16).
     """
 
     url: str
     model: str | None = None
     api_key: str | None = None
     idle_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    events: _Endpoint | None = None
+    events_replay: _Endpoint | None = None
+    block_size: Annotated[int, Meta(ge=1, le=65536)] | None = None
 
 
 class IndexConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -183,6 +183,8 @@ def admitted_replica(entry: ReplicaConfig, config: Config) -> ReplicaConfig:
     (replica,) = check_replicas([entry])
     if _origin(replica.url) not in map(_origin, config.admin.replica_urls):
         raise PermissionDeniedError("This server is not on the list admin.replica_urls, so it cannot be added.")
+    if replica.events is not None or replica.events_replay is not None:
+        raise PermissionDeniedError("Addresses of cache events are taken from the configuration file alone.")
     return replica
 
 

@@ -286,7 +286,7 @@ def configured_gateway(config: Config, folder: Path) -> Gateway:
         command = engine_command(config.engine, folder, model)
         mark = _mark(config)
         replicas += [EngineReplica(f"engine-{index}{mark}", EngineLauncher(command)) for index in range(engines)]
-    remote = RemoteReplicas(folder, model)
+    remote = RemoteReplicas(folder, model, max_blocks=config.index.max_blocks)
     if servers := remote_replicas(config):
         replicas += [remote.connect(server) for server in servers]
     return Gateway(config, model=model, folder=folder, replicas=replicas, connect=remote.connect)

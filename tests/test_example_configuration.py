@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.config import Config, PinConfig, TemplateConfig
+from gateway.config import Config, PinConfig, ReplicaConfig, TemplateConfig
 from gateway.configuration import load_config
 
 EXAMPLE = Path(__file__).parent.parent / "headstart.example.toml"
@@ -46,7 +46,7 @@ def test_the_example_names_every_setting() -> None:
     (tenant,) = shown["tenants"].values()
     assert set(tenant) == {"max_cached_blocks"}
     (replica,) = shown["replicas"]
-    assert set(replica) == {"url", "model", "api_key", "idle_timeout_s"}
+    assert set(replica) == set(ReplicaConfig.__struct_fields__)
     (pin,) = shown["pins"]
     assert set(pin) == set(PinConfig.__struct_fields__)
     (key,) = shown["keys"].values()

@@ -15,7 +15,7 @@ from gateway.config import ReplicaConfig
 from gateway.configuration import admitted_replica
 from gateway.errors import ConfigError, ConflictError, InvalidRequestError, ReplicaNotFoundError
 from gateway.membership import Source
-from gateway.replicas.base import Replica, ReplicaState
+from gateway.replicas.base import EventHealth, Replica, ReplicaState
 from gateway.routing.breaker import BreakerState
 from gateway.routing.index import IndexTrust
 from gateway.service import Gateway
@@ -65,7 +65,8 @@ class ReplicaRow(msgspec.Struct, frozen=True):
     """One replica. ``load`` is the state after its last step, with the fields of ``engine.wire.Load``.
 
     ``source`` is where it comes from. ``in_flight`` are this gateway's requests there, ``waiting_tokens`` the prompt
-    tokens it still has to compute. ``index`` is what is believed of its cache, null before it was first ready.
+    tokens it still has to compute. ``index`` is what is believed of its cache, null before it was first ready, and
+    ``events`` how the stream of its cache events is, null where it has none.
     """
 
     id: str
@@ -80,6 +81,7 @@ class ReplicaRow(msgspec.Struct, frozen=True):
     breaker: BreakerRow
     curve: CurveRow
     index: IndexTrust | None
+    events: EventHealth | None
     info: ReplicaInfo | None
     load: dict[str, int] | None
 
@@ -169,6 +171,7 @@ def _row(gateway: Gateway, replica: Replica) -> ReplicaRow:
         breaker=BreakerRow(view.breaker, view.failures, view.retry_in_s),
         curve=CurveRow(view.curve_from, *view.curve),
         index=gateway.router.index.trust(replica.id),
+        events=replica.event_health,
         info=info,
         load=None if replica.load is None else msgspec.structs.asdict(replica.load),
     )

@@ -18,6 +18,7 @@ from engine.wire import CacheEvent, EngineInfo, Load, Output, Sampling, StepTimi
 __all__ = [
     "BACKGROUND_PRIORITY",
     "CountedOutput",
+    "EventHealth",
     "GenerationRequest",
     "Replica",
     "ReplicaObserver",
@@ -81,6 +82,25 @@ class CountedOutput(Output, frozen=True):
     completion_tokens: int = 0
 
 
+class EventHealth(msgspec.Struct, frozen=True):
+    """How the stream of a remote replica's cache events is.
+
+    ``exact`` tells whether all that the engine holds is known from it, ``problem`` in words why not. Counted are
+    ``messages`` taken, ``repeated`` ones, ``gaps`` in the numbers, ``losses`` (gaps that could not be filled),
+    ``restarts`` of the engine, and ``malformed`` messages. ``blocks`` is what is known to be held.
+    """
+
+    exact: bool
+    problem: str | None
+    messages: int
+    repeated: int
+    gaps: int
+    losses: int
+    restarts: int
+    malformed: int
+    blocks: int
+
+
 class ReplicaObserver(Protocol):
     """Hears what a replica reports by itself. Called on the event loop; must not block or raise."""
 
@@ -118,6 +138,16 @@ class Replica(Protocol):
     @property
     def tells_events(self) -> bool:
         """Whether its cache events tell all that becomes of its blocks."""
+        ...
+
+    @property
+    def cache_blocks(self) -> int:
+        """Blocks that its cache has room for; 0 when it does not tell."""
+        ...
+
+    @property
+    def event_health(self) -> EventHealth | None:
+        """How the stream of its cache events is; None where there is no stream of its own for them."""
         ...
 
     def observe(self, observer: ReplicaObserver) -> None:

@@ -14,7 +14,7 @@ import structlog
 
 from engine.wire import Abort, Call, EngineInfo, FromEngine, Output, Reply, StepReport
 from gateway.errors import HeadstartError, ReplicaError
-from gateway.replicas.base import GenerationRequest, ReplicaState
+from gateway.replicas.base import EventHealth, GenerationRequest, ReplicaState
 from gateway.replicas.connection import EngineConnection
 from gateway.replicas.inflight import InFlight
 from gateway.replicas.life import ReplicaLife
@@ -58,6 +58,16 @@ class EngineReplica(ReplicaLife):
     def tells_events(self) -> bool:
         """Whether its cache events tell all that becomes of its blocks: its stream is in order and has no gaps."""
         return True
+
+    @property
+    def cache_blocks(self) -> int:
+        """Blocks that its cache has room for; 0 before it has told."""
+        return 0 if self.info is None else self.info.num_blocks
+
+    @property
+    def event_health(self) -> EventHealth | None:
+        """None: its events come with its answers."""
+        return None
 
     @property
     def pid(self) -> int | None:

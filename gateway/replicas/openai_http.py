@@ -10,12 +10,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Final
 
 import aiohttp
+import msgspec
 import structlog
 
-from engine.wire import EngineInfo, Load, Output
-from gateway.config import ReplicaConfig
+from engine.wire import CacheEvent, EngineInfo, Load, Output
+from gateway.config import IndexConfig, ReplicaConfig
 from gateway.errors import ReplicaError, ReplicaLost
-from gateway.replicas.base import GenerationRequest, ReplicaState
+from gateway.replicas.base import EventHealth, GenerationRequest, ReplicaState
+from gateway.replicas.kv_feed import KvFeed
 from gateway.replicas.life import ReplicaLife
 from gateway.replicas.openai_completion import AnswerReader, BrokenAnswer, FailedAnswer, completion_body, refusal
 from gateway.replicas.openai_flight import Flight
@@ -31,7 +33,7 @@ _POLL_INTERVAL_S: Final = 1.0
 _STEADY_S: Final = 5.0  # after so long a life the next one may begin at once
 
 _BLOCK_SIZE: Final = 16
-"""What vLLM uses on GPUs. Nothing depends on it yet: no such replica tells which blocks it holds."""
+"""What vLLM uses on GPUs, for servers that do not tell."""
 
 _NOT_THE_CALLERS: Final = frozenset({401, 403, 404, 405, 407, 408})
 """4xx answers that are about how this gateway asks, and so for its operator to mend."""
@@ -75,10 +77,12 @@ class OpenAIReplica(ReplicaLife):
         *,
         model: str,
         served_models: ServedModels | None = None,
+        max_blocks: int = IndexConfig().max_blocks,
     ) -> None:
         """``model`` is the name clients use, which is chosen where the server has several models.
 
         ``served_models`` are those of the other replicas, with which it has to agree unless its model is configured.
+        ``max_blocks`` bounds what is kept of the blocks that its cache events tell of.
         """
         super().__init__(id, restarts=False, url=config.url)
         self._config: Final = config
@@ -89,16 +93,28 @@ class OpenAIReplica(ReplicaLife):
         self._boots = itertools.count(1)
         self._server: OpenAIServer | None = None
         self._served: ServedModel | None = None
+        self._event_problems: tuple[str, ...] = ()
         self._look = asyncio.Event()  # somebody has a reason to look at the server now
         self._landed = asyncio.Event()  # no request is in flight
         self._landed.set()
         self._life: asyncio.Task[None] | None = None
         self._log = _log.bind(replica=id, url=config.url)
+        self._feed: Final = KvFeed.of(id, config, max_blocks, self._hear)
 
     @property
     def tells_events(self) -> bool:
-        """Whether its cache events tell all that becomes of its blocks."""
-        return False
+        """Whether its cache events have told all that it holds."""
+        return self._feed is not None and self._feed.exact
+
+    @property
+    def cache_blocks(self) -> int:
+        """Blocks that its cache has room for; 0 when it does not tell."""
+        return 0 if self._served is None else self._served.blocks
+
+    @property
+    def event_health(self) -> EventHealth | None:
+        """How the stream of its cache events is; None where there is none."""
+        return None if self._feed is None else self._feed.health()
 
     # --- life ------------------------------------------------------------------------------------------
 
@@ -106,6 +122,8 @@ class OpenAIReplica(ReplicaLife):
         """Begin to look for the server; returns without waiting for READY."""
         assert self._life is None, "a replica is started once"
         self._server = OpenAIServer(self._config)
+        if self._feed is not None:
+            self._feed.start()
         self._life = asyncio.create_task(self._keep_looking(self._server), name=self.id)
 
     async def stop(self, grace: float) -> None:
@@ -124,6 +142,8 @@ class OpenAIReplica(ReplicaLife):
             self._life.cancel()
             await asyncio.wait([self._life])
             self._life = None
+        if self._feed is not None:
+            await self._feed.stop()
         if self._server is not None:
             await self._server.close()
             self._server = None
@@ -141,6 +161,7 @@ class OpenAIReplica(ReplicaLife):
                 ready_at = time.monotonic()
                 while self.state is ReplicaState.READY:
                     await self._until_next_look()
+                    self._tell_of_events()
                     if await server.look(self._model) != card:
                         raise ServerUnfit(f"{self._config.url} was given another model")
                 reason = self.down_reason or "lost"
@@ -172,7 +193,7 @@ class OpenAIReplica(ReplicaLife):
             boot_id=str(next(self._boots)),
             max_model_len=served.max_model_len,
             num_blocks=0,
-            block_size=_BLOCK_SIZE,
+            block_size=self._config.block_size or served.block_size or _BLOCK_SIZE,
             dtype="",
             device=self._config.url,
             vocab_size=self._proof.vocab_size,
@@ -188,6 +209,8 @@ class OpenAIReplica(ReplicaLife):
         )
         for observer in self._observers:
             observer.on_ready(self, self.info)
+        if self._feed is not None:
+            self._feed.up(served.blocks)
 
     def _down(self, reason: str) -> None:
         was_ready = self.state is ReplicaState.READY
@@ -199,6 +222,8 @@ class OpenAIReplica(ReplicaLife):
         self._set_state(ReplicaState.DOWN, reason)
         if not repeated:
             self._log.warning("replica down", reason=reason)
+        if self._feed is not None:
+            self._feed.down()
         if was_ready:
             for observer in self._observers:
                 observer.on_down(self, reason)
@@ -282,7 +307,9 @@ class OpenAIReplica(ReplicaLife):
         raise ReplicaError(f"{self.id} is a remote server, which knows no {method!r}: ask it there.")
 
     def resync(self) -> None:
-        """Nothing comes of it: it tells no events."""
+        """Have observers told again of all the blocks it holds, where it tells of them at all."""
+        if self._feed is not None:
+            self._feed.resync()
 
     async def _open(self, flight: Flight, server: OpenAIServer, body: bytes) -> None:
         """Send the request; the flight has the response when it is the beginning of an answer.
@@ -312,6 +339,22 @@ class OpenAIReplica(ReplicaLife):
             self._down(f"{self._config.url}: {reason}")
             self._look.set()
         return ReplicaLost(f"{self.id} was lost: {reason}.", produced=flight.produced)
+
+    def _hear(self, events: tuple[CacheEvent, ...]) -> None:
+        """Pass on what became of its blocks."""
+        assert self._feed is not None, "a feed tells it"
+        size = self._feed.block_size
+        if self.info is not None and size and size != self.info.block_size:
+            self._log.info("blocks have another size than was thought", tokens=size, thought=self.info.block_size)
+            self.info = msgspec.structs.replace(self.info, block_size=size)
+        for observer in self._observers:
+            observer.on_events(self, events)
+
+    def _tell_of_events(self) -> None:
+        if self._feed is not None:
+            others = [words for words in self.degraded if words not in self._event_problems]
+            self._event_problems = self._feed.problems()
+            self.degraded = (*others, *self._event_problems)
 
     def _tell_of_missing_counts(self) -> None:
         if _UNTOLD not in self.degraded:

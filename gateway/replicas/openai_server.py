@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
@@ -30,6 +31,9 @@ _KEEP_ALIVE_S: Final = 4.0
 _MAX_PROBE_BYTES: Final = 1024 * 1024
 _MISSING: Final = (404, 405, 501)
 
+_CACHE_CONFIG: Final = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_NUMBER_LABEL: Final = re.compile(rb'(\w+)="(\d{1,9})"')
+
 
 class ServerUnfit(Exception):
     """Why the server cannot be used (now), in words an operator can act on."""
@@ -48,12 +52,15 @@ class ServedModel(msgspec.Struct, frozen=True):
     """What is known of a model before the first request.
 
     ``max_model_len`` bounds prompt and output together, in tokens. ``proved`` tells whether the server's tokenizer was
-    shown to be ours; where it is False the server offers no way to find out.
+    shown to be ours; where it is False the server offers no way to find out. ``blocks`` of ``block_size`` tokens are
+    in its cache; both 0 where it does not tell.
     """
 
     card: ModelCard
     max_model_len: int
     proved: bool
+    block_size: int = 0
+    blocks: int = 0
 
 
 class _Cards(msgspec.Struct, frozen=True):
@@ -112,7 +119,7 @@ class OpenAIServer:
             ServerUnfit: The server does not say how long its context is, or reads text in another way than ``proof``.
         """
         limit = card.max_model_len or await self._context_length()
-        return ServedModel(card, limit, await self._proves(card.id, proof))
+        return ServedModel(card, limit, await self._proves(card.id, proof), *await self._cache_geometry())
 
     async def close(self) -> None:
         """End all connections."""
@@ -142,6 +149,13 @@ class OpenAIServer:
             raise ServerUnfit(
                 f"{self._config.url} does not say how long a context it takes (max_model_len in /v1/models)"
             ) from None
+
+    async def _cache_geometry(self) -> tuple[int, int]:
+        """Tokens per block and number of blocks, from vLLM's metrics; 0 each where they do not tell."""
+        status, data = await self._ask("GET", "/metrics")
+        told = _CACHE_CONFIG.search(data) if status == 200 else None
+        labels = dict(_NUMBER_LABEL.findall(told[1])) if told else {}
+        return int(labels.get(b"block_size", 0)), int(labels.get(b"num_gpu_blocks", 0))
 
     async def _proves(self, model: str, proof: TokenizerProof) -> bool:
         # vLLM's names of the fields and llama.cpp's.

@@ -21,7 +21,7 @@ from engine.errors import CallError
 from engine.scripted import ScriptedRunner
 from engine.wire import EngineInfo, Load, Output, StepReport, StepTiming
 from gateway.errors import ReplicaError, ReplicaUnavailable
-from gateway.replicas.base import GenerationRequest, ReplicaObserver, ReplicaState
+from gateway.replicas.base import EventHealth, GenerationRequest, ReplicaObserver, ReplicaState
 from gateway.replicas.inflight import InFlight
 
 __all__ = ["ScriptedReplica", "scripted_info"]
@@ -126,6 +126,16 @@ class ScriptedReplica:
     def tells_events(self) -> bool:
         """Whether its cache events tell all that becomes of its blocks."""
         return True
+
+    @property
+    def cache_blocks(self) -> int:
+        """Blocks that its cache has room for; 0 before it has told."""
+        return 0 if self.info is None else self.info.num_blocks
+
+    @property
+    def event_health(self) -> EventHealth | None:
+        """None: its events come with its answers."""
+        return None
 
     def observe(self, observer: ReplicaObserver) -> None:
         """Report to ``observer`` from now on."""

@@ -118,7 +118,7 @@ class FleetIndex:
     def on_ready(self, replica: Replica, info: EngineInfo) -> None:
         """A replica (re)started with an empty cache."""
         self._exact.cleared(replica.id)
-        capacity = min(info.num_blocks or self._config.max_blocks, self._config.max_blocks)
+        capacity = min(replica.cache_blocks or self._config.max_blocks, self._config.max_blocks)
         belief = self._beliefs.get(replica.id)
         if belief is None:
             self._beliefs[replica.id] = _Belief(replica, capacity)

@@ -140,7 +140,10 @@ class MockServer:
         self.stopped = False
         """Takes connections and says nothing, like a process that was stopped."""
         self.tokenizer: Tokenizer | None = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.metrics: str | None = None
         self.cards: list[dict[str, Any]] = [{"id": MODEL, "root": "org/mock", "max_model_len": 2048}]
+        self.settings: dict[str, Any] = {}
+        """What else is configured for it as a replica."""
         self.talks: list[Talk] = []
         self.headers: list[Any] = []
         self._port = 0
@@ -160,6 +163,7 @@ class MockServer:
         app = web.Application(middlewares=[self._notice])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._complete)
         await self._extend(app)
@@ -205,6 +209,11 @@ class MockServer:
     async def _models(self, _request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": self.cards})
 
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        if self.metrics is None:
+            raise web.HTTPNotFound
+        return web.Response(text=self.metrics)
+
     async def _tokenize(self, request: web.Request) -> web.Response:
         if self.tokenizer is None:
             raise web.HTTPNotFound
@@ -238,7 +247,7 @@ class Remote:
             return response.status, response.headers, await response.read()
 
     async def complete(self, **fields: Any) -> tuple[int, Any, bytes]:
-        return await self.post("/v1/completions", prompt="x", **fields)
+        return await self.post("/v1/completions", **{"prompt": "x"} | fields)
 
     async def chat(self, **fields: Any) -> tuple[int, Any, bytes]:
         return await self.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], **fields)
@@ -250,7 +259,12 @@ async def gateway_over(
 ) -> AsyncIterator[Remote]:
     proof = TokenizerProof.of(folder)
     replicas = [
-        OpenAIReplica(f"replica-{i}", ReplicaConfig(server.url, idle_timeout_s=idle_timeout_s), proof, model=MODEL)
+        OpenAIReplica(
+            f"replica-{i}",
+            ReplicaConfig(server.url, idle_timeout_s=idle_timeout_s, **server.settings),
+            proof,
+            model=MODEL,
+        )
         for i, server in enumerate(servers)
     ]
     gateway = Gateway(config, model=MODEL, folder=folder, replicas=replicas)

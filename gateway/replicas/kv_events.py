@@ -1,0 +1,126 @@
+"""One engine's stream of KV cache events, from ZeroMQ messages to what this gateway's observers hear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from engine.wire import CacheEvent
+from gateway.replicas.base import EventHealth
+from gateway.replicas.kv_blocks import KvBlocks
+from gateway.replicas.kv_messages import MalformedEvents, decode_events
+from gateway.replicas.kv_sequence import KvSequence
+
+__all__ = ["KvEvents"]
+
+_NUMBER_BYTES: Final = 8
+_END: Final = -1
+
+
+class KvEvents:
+    """Follows one engine; does no input or output. Belongs to the event loop.
+
+    ``tell`` hears what becomes of the engine's blocks, in this gateway's keys. At most ``capacity`` are followed.
+    """
+
+    def __init__(self, capacity: int, tell: Callable[[tuple[CacheEvent, ...]], None]) -> None:
+        self._tell: Final = tell
+        self._blocks: Final = KvBlocks(capacity)
+        self.sequence: Final = KvSequence(self._deliver, self._restart)
+        self._complete = False
+        self._messages = 0
+        self._malformed = 0
+
+    def limit(self, capacity: int) -> None:
+        """Follow so many blocks at most from now on."""
+        self._blocks.limit(capacity)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the events have told all that the engine holds."""
+        return self._complete and self._blocks.tells_salt and not self._blocks.overflowed
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block, as the events say; 0 before the first."""
+        return self._blocks.block_size
+
+    def health(self) -> EventHealth:
+        """How the stream is now."""
+        sequence = self.sequence
+        return EventHealth(
+            self.exact,
+            self._problem(),
+            self._messages,
+            sequence.repeated,
+            sequence.gaps,
+            sequence.losses,
+            sequence.restarts,
+            self._malformed,
+            len(self._blocks),
+        )
+
+    def snapshot(self) -> tuple[CacheEvent, ...]:
+        """All that is known to be held, told from the beginning."""
+        return tuple(self._blocks.snapshot())
+
+    def receive(self, frames: Sequence[bytes]) -> None:
+        """Take a message as it was published: topic, number, payload."""
+        number = _number(frames)
+        if number is None or number < 0:
+            self._refuse()
+        else:
+            self.sequence.receive(number, frames[-1])
+
+    def replay(self, frames: Sequence[bytes]) -> bool:
+        """Take a message that was asked for; False when it says that there are no more.
+
+        vLLM repeats the topic in front of the number, older versions and SGLang do not.
+        """
+        number = _number(frames)
+        if number == _END:
+            return False
+        if number is None or number < 0:
+            self._refuse()
+        else:
+            self.sequence.replayed(number, frames[-1])
+        return True
+
+    # --- inside ------------------------------------------------------------------------------------------
+
+    def _deliver(self, payload: bytes) -> None:
+        self._messages += 1
+        told: list[CacheEvent] = []
+        try:
+            for event in decode_events(payload):
+                told.extend(self._blocks.apply(event))
+        except MalformedEvents:
+            # What it should have told is unknown, so it may be about any block.
+            self._refuse()
+            told = [self._blocks.clear()]
+        if told:
+            self._tell(tuple(told))
+
+    def _restart(self, complete: bool) -> None:
+        self._complete = complete
+        self._tell((self._blocks.clear(),))
+
+    def _refuse(self) -> None:
+        self._malformed += 1
+        self._complete = False
+
+    def _problem(self) -> str | None:
+        if not self._blocks.tells_salt:
+            return "its cache events do not tell the cache salt, as vLLM's do since early 2026"
+        if self._blocks.overflowed:
+            return "it holds more blocks than are followed (index.max_blocks)"
+        if not self._complete:
+            return "its cache events were not heard from the beginning of its life"
+        return None
+
+
+def _number(frames: Sequence[bytes]) -> int | None:
+    """The number of a message; None when there is none."""
+    if len(frames) < 2 or len(frames[-2]) != _NUMBER_BYTES:
+        return None
+    return int.from_bytes(frames[-2], "big", signed=True)
