@@ -77,6 +77,8 @@ class StubReplica:
         self.down_reason: str | None = None
         self.degraded: tuple[str, ...] = ()
         self.tells_events = True
+        self.cache_blocks = 0
+        self.event_health = None
         self.model = model
         self.tells_logprobs = True
         self.asked: list[GenerationRequest] = []
