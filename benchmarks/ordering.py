@@ -4,10 +4,14 @@
 
 The folder holds ``rag_xquad_en`` and, for comparison, ``ORACLES.json`` (see its README). Every cache is replayed with
 the orders that are chosen for what it holds. ``us`` is the processor time of an order per request in microseconds,
-with all that belongs to it: fingerprints of the documents, the search, popularity, and counting; in the first part and
-as ``us_between_others`` with a simulated request in between, which empties the processor's caches. The second part
-feeds contexts from a large corpus to one index until ContextPilot fails or its time is up, and the same ones to ours,
-which knows 94,000 other documents before.
+with all that belongs to it: fingerprints of the documents, the search, popularity, and counting. Between two orders a
+request is simulated, which empties the processor's caches as a real one would.
+
+The second part is the cost in a corpus of 100,000 documents, for 5, 10 and 20 documents per request: each of them has
+been sent before and is cached, then requests drawn by Zipf's law are timed. The prompt's block keys, which a request
+needs anyway, are timed beside it: ``keys_us`` as they are made behind an order, which has hashed some of them, and
+``keys_us_alone`` as they are made without. With ``--peer``, contexts of the same corpus are fed to one index until
+ContextPilot fails or its time is up.
 Prints one JSON object.
 """
 
@@ -26,12 +30,12 @@ from typing import Any, Final
 from rich.progress import MofNCompleteColumn
 
 from benchmarks.rag_trace import RagPrompt, rag_prompts
-from cache_policy.keys import TOKEN_BYTES, hash_block
+from cache_policy.keys import TOKEN_BYTES, chain_keys
 from gateway.analysis.cache import SimulatedFleet
 from gateway.canonical.batch_order import BatchRequest, batch_orders
-from gateway.canonical.documents import Document
-from gateway.canonical.popularity import Popularity
-from gateway.canonical.resident import ResidentPaths
+from gateway.canonical.documents import read_documents
+from gateway.canonical.popularity import Popularity, ranking
+from gateway.canonical.resident import ResidentPath, ResidentPaths
 from gateway.canonical.sighting import Scope, Sighting
 from gateway.cli.terminal import fetch_model, print_json, progress_bar
 
@@ -40,12 +44,16 @@ SIZES: Final = (512, 1024, 2048, 4096, 8192, None)
 """Blocks of the caches; None never forgets."""
 
 CORPUS: Final = 100_000
-KNOWN: Final = 176_000
-"""Documents shown to ours before, of which it then knows 94,000."""
+WIDTHS: Final = (5, 10, 20)
+"""Documents per request in the second part."""
+
 _ROOT: Final = b"benchmark root.."
 _STRIDE: Final = BLOCK_SIZE * TOKEN_BYTES
+_LABEL: Final = bytes(4 * TOKEN_BYTES)
+"""What every document of the corpus begins with."""
+
 _LAST: Final = 100
-"""Requests at the end of a run that are timed."""
+"""Contexts at the end of the peer's run that are timed."""
 
 Order = Callable[[RagPrompt, Set[bytes]], Sequence[int]]
 """(request, resident keys) -> its documents' indexes, first to last."""
@@ -62,23 +70,30 @@ class OnlineOrder:
 
     def __call__(self, prompt: RagPrompt, resident: Set[bytes]) -> Sequence[int]:
         """Choose for one cache, count the request, and note the time."""
+        return self.choose(prompt, resident)[0]
+
+    def choose(self, prompt: RagPrompt, resident: Set[bytes]) -> tuple[Sequence[int], ResidentPath]:
+        """The order, and what of the prompt was found resident."""
         # Some text instead of the real one, which is shorter: it only has to be read. Prompts are made of it anyway.
-        documents = [Document(id, "", data.hex()) for id, data in zip(prompt.documents, prompt.blocks, strict=True)]
+        raw = [{"id": id, "text": data.hex()} for id, data in zip(prompt.documents, prompt.blocks, strict=True)]
+        documents, _ = read_documents(raw)
         for document in documents:
             _ = document.block
+        path = ResidentPath()
         started = time.process_time()
         fingerprints = tuple([document.fingerprint for document in documents])
         scope = Scope("default", prompt.template)
         snapshot = self.popularity.snapshot(scope)
         if self._walks:
-            data = (prompt.head, prompt.blocks, fingerprints, _ROOT, BLOCK_SIZE, resident)
-            path = self.paths.longest(*data, preferred=snapshot.ranking(fingerprints))
-            order = snapshot.order(fingerprints, path.documents)
+            asked = snapshot.asked(fingerprints)
+            data = (prompt.head, prompt.blocks, _ROOT, BLOCK_SIZE, resident)
+            path = self.paths.longest(*data, preferred=ranking(asked))
+            order = snapshot.order(fingerprints, path.documents, asked=asked)
         else:
             order = snapshot.order(fingerprints, ranks=_ranks(prompt))
         self.popularity.observe(Sighting(scope, fingerprints))
         self.seconds.append(time.process_time() - started)
-        return order
+        return order, path
 
 
 def as_retrieved(prompt: RagPrompt, resident: Set[bytes]) -> Sequence[int]:
@@ -117,12 +132,11 @@ def replay(prompts: Sequence[RagPrompt], order: Order, blocks: int | None) -> fl
 
 def _keys(prompt: RagPrompt, order: Sequence[int]) -> list[bytes]:
     """The block keys of a prompt with its documents in ``order``."""
-    data = b"".join((prompt.head, *(prompt.blocks[index] for index in order), prompt.tail))
-    key, keys = _ROOT, []
-    for start in range(0, len(data) - _STRIDE + 1, _STRIDE):
-        key = hash_block(key, data[start : start + _STRIDE])
-        keys.append(key)
-    return keys
+    return chain_keys(_ROOT, _tokens(prompt, order), BLOCK_SIZE)
+
+
+def _tokens(prompt: RagPrompt, order: Sequence[int]) -> bytes:
+    return b"".join((prompt.head, *(prompt.blocks[index] for index in order), prompt.tail))
 
 
 class PeerOrders:
@@ -201,45 +215,64 @@ def _reference(folder: Path, k: int) -> dict[str, float]:
     return best | {"inf": max(row["inf_token_hit"] for row in rows)}
 
 
-def contexts(count: int, seed: int = 0) -> Iterator[tuple[str, ...]]:
-    """Contexts of five documents of ``CORPUS``, drawn by Zipf's law."""
+def contexts(count: int, width: int = 5, seed: int = 0) -> Iterator[tuple[str, ...]]:
+    """Contexts of ``width`` documents of ``CORPUS``, drawn by Zipf's law."""
     chance = random.Random(seed)
     weights = [*itertools.accumulate(1 / rank for rank in range(1, CORPUS + 1))]
     for _ in range(count):
         drawn: dict[int, None] = {}
-        while len(drawn) < 5:
-            drawn.update(dict.fromkeys(chance.choices(range(CORPUS), cum_weights=weights, k=5)))
-        yield tuple(f"doc-{number}" for number in [*drawn][:5])
+        while len(drawn) < width:
+            drawn.update(dict.fromkeys(chance.choices(range(CORPUS), cum_weights=weights, k=width)))
+        yield tuple(f"doc-{number}" for number in [*drawn][:width])
 
 
-def cost_figures(count: int, peer: str | None, limit_s: float) -> dict[str, Any]:
-    """Microseconds per request at the end of as many contexts as ContextPilot survives, and ours after the same."""
-    drawn = [*contexts(count)]
-    figures: dict[str, Any] = {}
-    if peer is not None:
-        answers = PeerOrders(peer, [("all", context) for context in drawn], limit_s)
-        survived = answers.failed[0] if answers.failed else len(answers.orders)
-        drawn = drawn[:survived]
-        last = answers.seconds[max(0, survived - _LAST) : survived]
-        figures["contextpilot"] = {"us": _microseconds(last), "failure": answers.failure}
-    ours = OnlineOrder()
-    for start in range(0, KNOWN, 50):
-        ours.popularity.observe(Sighting(Scope("default", "all"), tuple(range(start, start + 50))))
-    ours.seconds.clear()
-    data_of: dict[str, bytes] = {}
+def cost_figures(count: int, width: int) -> dict[str, Any]:
+    """Microseconds per request of so many contexts, when all documents of the corpus have been sent before."""
     chance = random.Random(1)
-    prompts = []
-    for context in drawn:
-        blocks = tuple([data_of.setdefault(name, chance.randbytes(200 * TOKEN_BYTES)) for name in context])
-        prompts.append(RagPrompt("all", _ROOT * 48, context, blocks, chance.randbytes(40 * TOKEN_BYTES)))
+    data_of = {f"doc-{number}": _LABEL + chance.randbytes(196 * TOKEN_BYTES) for number in range(CORPUS)}
+    everything = chance.sample([*data_of], CORPUS)
+    known = [tuple(everything[start : start + width]) for start in range(0, CORPUS, width)]
+    ours = OnlineOrder()
     resident: set[bytes] = set()
-    for prompt in prompts:
-        resident.update(_keys(prompt, ours(prompt, resident)))
-    figures |= {"contexts": len(drawn), "us_between_others": _microseconds(ours.seconds[-_LAST:])}
-    for prompt in prompts[-_LAST:]:
-        ours(prompt, resident)
-    figures["us"] = _microseconds(ours.seconds[-_LAST:])
-    return figures | {"known_documents": ours.popularity.documents, "known_pairs": ours.popularity.pairs}
+    behind: list[float] = []
+    alone: list[float] = []
+    for context in [*known, *contexts(count, width)]:
+        blocks = tuple([data_of[name] for name in context])
+        prompt = RagPrompt("all", _ROOT * 48, context, blocks, chance.randbytes(40 * TOKEN_BYTES))
+        order, path = ours.choose(prompt, resident)
+        tokens = _tokens(prompt, order)
+        started = time.process_time()
+        found = path.keys
+        keys = [
+            *found,
+            *chain_keys(found[-1] if found else _ROOT, tokens[len(found) * _STRIDE :], BLOCK_SIZE),
+        ]
+        keyed = time.process_time()
+        if keys != chain_keys(_ROOT, tokens, BLOCK_SIZE):
+            raise AssertionError("an order's keys are not those of its prompt")
+        alone.append(time.process_time() - keyed)
+        behind.append(keyed - started)
+        resident.update(keys)
+    return {
+        "us": _microseconds(ours.seconds[-count:]),
+        "keys_us": _microseconds(behind[-count:]),
+        "keys_us_alone": _microseconds(alone[-count:]),
+        "requests": count,
+        "documents_sent_before": CORPUS,
+        "blocks_cached": len(resident),
+        "documents_counted": ours.popularity.documents,
+        "pairs_counted": ours.popularity.pairs,
+        "keys_remembered": ours.paths.remembered,
+    }
+
+
+def peer_figures(count: int, peer: str, limit_s: float) -> dict[str, Any]:
+    """Microseconds per context at the end of as many as ContextPilot survives, of at most ``count``."""
+    drawn = [*contexts(count)]
+    answers = PeerOrders(peer, [("all", context) for context in drawn], limit_s)
+    survived = answers.failed[0] if answers.failed else len(answers.orders)
+    last = answers.seconds[max(0, survived - _LAST) : survived]
+    return {"contexts": survived, "us": _microseconds(last), "failure": answers.failure}
 
 
 def _microseconds(seconds: Sequence[float]) -> dict[str, float]:
@@ -270,7 +303,9 @@ def main() -> None:
         tokenizer = fetch_model(arguments.model, for_engine=False) / "tokenizer.json"
         figures["log"] = log_figures(arguments.folder, tokenizer, arguments.k, arguments.peer)
     if arguments.only != "log":
-        figures["cost"] = cost_figures(arguments.contexts, arguments.peer, arguments.peer_seconds)
+        figures["cost"] = {str(width): cost_figures(arguments.contexts, width) for width in WIDTHS}
+        if arguments.peer is not None:
+            figures["cost"]["contextpilot"] = peer_figures(arguments.contexts, arguments.peer, arguments.peer_seconds)
     print_json(figures)
 
 

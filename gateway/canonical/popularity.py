@@ -24,6 +24,7 @@ __all__ = [
     "Counts",
     "Popularity",
     "Snapshot",
+    "ranking",
 ]
 
 MAX_DOCUMENTS: Final = 100_000
@@ -57,11 +58,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     recent: Counts = Counts()
     before: Counts = Counts()
 
-    def ranking(self, documents: Sequence[int]) -> list[int]:
-        """The indexes of ``documents``, what is most asked for first, ties in the caller's order."""
+    def asked(self, documents: Sequence[int]) -> list[int]:
+        """How often each of ``documents`` was asked for."""
         recent, before = self.recent.documents, self.before.documents
-        asked = [-recent.get(document, 0) - before.get(document, 0) for document in documents]
-        return sorted(range(len(asked)), key=asked.__getitem__)
+        return [recent.get(document, 0) + before.get(document, 0) for document in documents]
 
     def order(
         self,
@@ -69,28 +69,28 @@ class Snapshot(msgspec.Struct, frozen=True):
         led: tuple[int, ...] = (),
         limits: OrderLimits = UNLIMITED,
         ranks: Sequence[int] | None = None,
+        asked: Sequence[int] | None = None,
     ) -> tuple[int, ...]:
         """All indexes of ``documents``, fingerprints in the caller's order: ``led``, then what goes with it most often.
 
         Next is always the document that was most often together with those before it, counted by the one of them with
         which it was least often; then the one most asked for; then the one with the lowest of ``ranks`` (None: the
-        caller's order). Documents behind the first ``MAX_ORDERED`` keep their places.
+        caller's order). Documents behind the first ``MAX_ORDERED`` keep their places. ``asked`` is what ``asked()``
+        says of ``documents``, where it is at hand.
         """
         count = len(documents)
         ordered = min(count, MAX_ORDERED)
         remaining = [index for index in range(ordered) if index not in led]
-        if not self.version and ranks is None:
+        if len(remaining) < 2 or (not self.version and ranks is None):
             return (*led, *remaining, *range(ordered, count))
         ranks = ranks or range(ordered)
-        recent, before = self.recent.documents, self.before.documents
-        entries: list[tuple[int, int, int, int]] = []  # together, asked for, rank, index: the greatest is next
-        for index in remaining:
-            asked = recent.get(documents[index], 0) + before.get(documents[index], 0)
-            entries.append((asked, asked, -ranks[index], index))
+        asked = asked or self.asked(documents)
+        # together, asked for, rank, index: the greatest is next
+        entries = [[asked[index], asked[index], -ranks[index], index] for index in remaining]
         for index in led:
-            entries = self._joined(entries, documents, index)
+            self._join(entries, documents, index)
         result = list(led)
-        while entries:
+        while len(entries) > 1:
             best = max(entries)
             if not limits.unlimited:
                 remaining = sorted([entry[3] for entry in entries])
@@ -98,24 +98,23 @@ class Snapshot(msgspec.Struct, frozen=True):
                 best = max([entry for entry in entries if entry[3] in allowed])
             entries.remove(best)
             result.append(best[3])
-            entries = self._joined(entries, documents, best[3])
-        return (*result, *range(ordered, count))
+            self._join(entries, documents, best[3])
+        return (*result, entries[0][3], *range(ordered, count))
 
-    def _joined(
-        self, entries: list[tuple[int, int, int, int]], documents: Sequence[int], placed: int
-    ) -> list[tuple[int, int, int, int]]:
-        """``entries`` when the document ``placed`` stands before them."""
+    def _join(self, entries: list[list[int]], documents: Sequence[int], placed: int) -> None:
+        """Bring ``entries`` up to date when the document ``placed`` stands before them."""
         recent, before, other = self.recent.pairs, self.before.pairs, documents[placed]
-        result = []
         for entry in entries:
-            together, asked, rank, index = entry
-            if together:
-                pair = other ^ documents[index]
+            if together := entry[0]:
+                pair = other ^ documents[entry[3]]
                 shared = recent.get(pair, 0) + before.get(pair, 0)
                 if shared < together:
-                    entry = (shared, asked, rank, index)
-            result.append(entry)
-        return result
+                    entry[0] = shared
+
+
+def ranking(asked: Sequence[int]) -> list[int]:
+    """The indexes of documents asked for so often, the most frequent first, ties in the caller's order."""
+    return sorted(range(len(asked)), key=asked.__getitem__, reverse=True)
 
 
 _UNKNOWN: Final = Snapshot()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
+from xxhash import xxh3_128_digest
 
-from cache_policy.keys import TOKEN_BYTES, hash_block
+from cache_policy.keys import TOKEN_BYTES, chain_keys
 from gateway.canonical.order import MAX_ORDERED, UNLIMITED, OrderLimits
 
 __all__ = ["MAX_REMEMBERED", "MAX_TRIED", "ResidentPath", "ResidentPaths"]
@@ -24,18 +25,20 @@ MAX_TRIED: Final = 512
 MAX_REMEMBERED: Final = 1 << 18
 """Block keys kept by ``ResidentPaths``, about 20 MB with what they hang on."""
 
-_STEP_COST: Final = 3
-"""What a step costs besides the keys it adds, in keys."""
+_STEP_COST: Final = 5
+"""What a step costs besides its keys, in keys."""
 
 
 class ResidentPath(msgspec.Struct, frozen=True):
     """Documents (indexes into the caller's) that a replica holds, first to last; the last one maybe in part.
 
-    ``tokens`` is the number of cached tokens from the prompt's start to the last cached full block of the path.
+    ``tokens`` is the number of cached tokens from the prompt's start to the last cached full block of the path,
+    ``keys`` are those of the first of these blocks, as many as were at hand.
     """
 
     documents: tuple[int, ...] = ()
     tokens: int = 0
+    keys: tuple[bytes, ...] = ()
 
 
 class ResidentPaths:
@@ -43,8 +46,9 @@ class ResidentPaths:
 
     The memory is a tree per beginning of a prompt: which keys a document's blocks have behind which others. It saves
     hashing them again, and says nothing of what is resident; that is looked up. With a block, those before it are taken
-    for resident: prefix caches evict what is behind first, and looking up every block takes longer than all else. The
-    trees that were unused for longest leave first, as a whole.
+    for resident: prefix caches evict what is behind first, and looking up every block takes longer than all else. Only
+    what was resident when it was looked up is remembered. Of the tree that was unused for longest those documents
+    leave first that have not led a prompt for longest, with all that stands behind them.
     """
 
     def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
@@ -57,7 +61,6 @@ class ResidentPaths:
         self,
         head: bytes,
         blocks: Sequence[bytes | None],
-        digests: Sequence[int],
         root: bytes,
         block_size: int,
         resident: Container[bytes],
@@ -68,147 +71,205 @@ class ResidentPaths:
 
         ``head`` holds the token bytes before the first document and ``blocks`` those of each document (uint32, little
         endian), the same at every place in the prompt; a document of which that is not so has None and never leads.
-        ``digests`` tell the documents apart. ``root`` is the first parent of the block keys, ``block_size`` is in
-        tokens, ``resident`` are the keys the replica holds. Ties go to what comes first in ``preferred``, the indexes
-        in some order (None: the caller's); they are frequent where a block ends in the separator of documents. Tries
-        ``MAX_TRIED`` documents at most, each for the price of two look-ups unless it is cached, or new at its place.
+        ``root`` is the first parent of the block keys, ``block_size`` is in tokens, ``resident`` are the keys the
+        replica holds. Ties go to what comes first in ``preferred``, the indexes in some order (None: the caller's);
+        they are frequent where a block ends in the separator of documents. Tries ``MAX_TRIED`` documents at most, each
+        for the price of a hash and a look-up unless its first block is cached.
         """
-        place = (root, head, block_size)
+        place = (root, xxh3_128_digest(head), block_size)
         tree = self._trees.get(place)
         if tree is None:
             tree = self._trees[place] = _Tree(root, head, block_size * TOKEN_BYTES)
             self.remembered += tree.size
+        before = tree.size
+        path = _search(tree, blocks, resident, limits, preferred)
+        self.remembered += tree.size - before
+        if self.remembered > self._max:
+            self._shrink(place)
         else:
             self._trees.move_to_end(place)
-        before = tree.size
-        path = _Search(tree, blocks, digests, resident, limits).run(preferred)
-        self.remembered += tree.size - before
-        while self.remembered > self._max:
-            self.remembered -= self._trees.popitem(last=False)[1].size
         return path
+
+    def _shrink(self, used: tuple[bytes, bytes, int]) -> None:
+        """Forget until the bound holds, the tree at ``used`` last."""
+        self._trees.move_to_end(used)
+        while self.remembered > self._max:
+            tree = next(iter(self._trees.values()))
+            before = tree.size
+            if not tree.forget():
+                self._trees.popitem(last=False)
+                self.remembered -= before
+            else:
+                self.remembered -= before - tree.size
 
 
 class _Step:
     """A document, or the head, behind all that stands before it.
 
-    ``first`` is the key of the first block that it completes, None when it completes none; ``keys`` those of all its
-    blocks, empty until they were asked for; ``key`` the last one, or that of the step before; ``pending`` the bytes
-    behind the last full block.
+    ``keys`` are those of the blocks that it completes, maybe none. The next block's key is the hash of ``open``, which
+    is the last key and the bytes behind that block, with ``need`` bytes more.
     """
 
-    __slots__ = ("children", "first", "key", "keys", "pending")
+    __slots__ = ("children", "keys", "need", "open")
 
-    def __init__(self, key: bytes, pending: bytes, first: bytes | None) -> None:
-        self.first: Final = first
-        self.keys: tuple[bytes, ...] = ()
-        self.key = key
-        self.pending = pending
-        self.children: dict[int, _Step] = {}
+    def __init__(self, keys: tuple[bytes, ...], open: bytes, need: int) -> None:
+        self.keys: Final = keys
+        self.open: Final = open
+        self.need: Final = need
+        self.children: dict[bytes, _Step] = {}
+
+    def followed_by(self, data: bytes, stride: int) -> _Step:
+        """``data`` behind this step, in blocks of ``stride`` bytes."""
+        need = self.need
+        if len(data) < need:
+            return _Step((), self.open + data, need - len(data))
+        first = xxh3_128_digest(self.open + data[:need])
+        keys = (first, *chain_keys(first, data[need:], stride // TOKEN_BYTES))
+        rest = data[need + (len(keys) - 1) * stride :]
+        return _Step(keys, keys[-1] + rest, stride - len(rest))
 
 
 class _Tree:
-    """The steps of one head. ``size`` is what they take, in keys; ``head`` stands for nothing but the root."""
+    """The steps of one head. ``size`` is what they take, in keys."""
 
     def __init__(self, root: bytes, head: bytes, stride: int) -> None:
-        self.head_data: Final = head
         self.stride: Final = stride
-        self.root: Final = _Step(root, b"", None)
-        self.size = len(head) // stride
-        self.head: Final = self.grow(self.root, 0, head)
+        self.head: Final = _Step((), root, stride).followed_by(head, stride)
+        self.leading: Final[OrderedDict[bytes, _Step]] = OrderedDict()
+        """The steps behind the head by digest, those last that led a prompt last."""
+        self.head.children = self.leading
+        self.size = _STEP_COST + len(self.head.keys)
 
-    def grow(self, step: _Step, digest: int, data: bytes) -> _Step:
-        """The step with ``data`` behind ``step``."""
-        pending, need = step.pending, self.stride - len(step.pending)
-        if len(data) < need:
-            child = _Step(step.key, pending + data, None)
-        else:
-            child = _Step(step.key, b"", hash_block(step.key, pending + data[:need]))
-        step.children[digest] = child
-        self.size += _STEP_COST
+    def grow(self, step: _Step, digest: bytes, data: bytes) -> _Step:
+        """Remember ``data`` behind ``step``."""
+        child = step.children[digest] = step.followed_by(data, self.stride)
+        self.size += _STEP_COST + len(child.keys)
         return child
 
-    def chain(self, step: _Step, pending: int, data: bytes) -> tuple[bytes, ...]:
-        """The keys of all blocks that ``data`` completes in ``step``, ``pending`` bytes of the first being older."""
-        stride = self.stride
-        assert step.first is not None, "a step without a full block has no keys"
-        keys = [step.first]
-        start = stride - pending
-        end = len(data) - (len(data) - start) % stride
-        for at in range(start, end, stride):
-            keys.append(hash_block(keys[-1], data[at : at + stride]))
-        step.keys, step.key, step.pending = tuple(keys), keys[-1], data[end:]
-        self.size += len(keys)
-        return step.keys
+    def keys(self, digests: Iterable[bytes]) -> tuple[bytes, ...]:
+        """The keys of the head and the documents with ``digests`` behind it, as far as they are remembered."""
+        step, keys = self.head, self.head.keys
+        for digest in digests:
+            child = step.children.get(digest)
+            if child is None:
+                break
+            step = child
+            keys += step.keys
+        return keys
+
+    def led_by(self, digest: bytes) -> None:
+        """Take note that this document led a prompt."""
+        if digest in self.leading:
+            self.leading.move_to_end(digest)
+
+    def forget(self) -> bool:
+        """Forget the document that has not led for longest, with all behind it; False when nothing is left."""
+        if not self.leading:
+            return False
+        waiting = [self.leading.popitem(last=False)[1]]
+        while waiting:
+            step = waiting.pop()
+            self.size -= _STEP_COST + len(step.keys)
+            waiting += step.children.values()
+        return True
 
 
-class _Search:
-    """One depth-first walk. Keeps the best path, and how many documents may still be tried."""
-
-    def __init__(
-        self,
-        tree: _Tree,
-        blocks: Sequence[bytes | None],
-        digests: Sequence[int],
-        resident: Container[bytes],
-        limits: OrderLimits,
-    ) -> None:
-        self._tree = tree
-        self._blocks = blocks
-        self._digests = digests
-        self._is_resident = resident.__contains__
-        self._limits = None if limits.unlimited else limits
-        self._tries = MAX_TRIED
-        self._best_bytes = 0
-        self._best_path: tuple[int, ...] = ()
-
-    def run(self, preferred: Sequence[int] | None) -> ResidentPath:
-        tree, head = self._tree, self._tree.head
-        self._best_bytes, whole = self._held(head, tree.root, tree.head_data)
-        if whole and self._blocks:
-            ordered = min(len(self._blocks), MAX_ORDERED)
-            remaining = tuple([index for index in preferred or range(ordered) if index < ordered])
-            ahead = sum([len(self._blocks[index] or b"") for index in remaining])
-            self._descend(head, self._best_bytes, (), remaining, ahead)
-        return ResidentPath(self._best_path, self._best_bytes // TOKEN_BYTES)
-
-    def _held(self, step: _Step, before: _Step, data: bytes) -> tuple[int, bool]:
-        """How many bytes of ``step`` are resident in full blocks, and whether all of its blocks are."""
-        if step.first is None:
-            return 0, True
-        is_resident, keys = self._is_resident, step.keys
-        if not keys:
-            if not is_resident(step.first):
-                return 0, False
-            keys = self._tree.chain(step, len(before.pending), data)
-        if is_resident(keys[-1]):
-            return len(keys) * self._tree.stride, True
-        return bisect_left(keys, True, key=lambda key: not is_resident(key)) * self._tree.stride, False
-
-    def _descend(
-        self, step: _Step, matched: int, path: tuple[int, ...], remaining: tuple[int, ...], ahead: int
-    ) -> None:
-        """Try each remaining document behind ``step``. ``ahead`` is the size in bytes of all that remain."""
-        size = len(step.pending) + ahead
-        within_reach = matched + size - size % self._tree.stride
-        is_resident = self._is_resident
-        choices: Sequence[int] = remaining
-        if self._limits is not None:
-            allowed = self._limits.choices(len(path), sorted(remaining), len(self._blocks))
-            choices = [index for index in remaining if index in allowed]
+def _search(
+    tree: _Tree,
+    blocks: Sequence[bytes | None],
+    resident: Container[bytes],
+    limits: OrderLimits,
+    preferred: Sequence[int] | None,
+) -> ResidentPath:
+    """Walk the resident paths depth first for the best one, in one function for its speed: it is most of the cost."""
+    stride, digest_of = tree.stride, xxh3_128_digest
+    step = tree.head
+    held = _held(step.keys, resident)
+    best = held * stride  # bytes that the best path so far has in resident blocks
+    best_path: tuple[int, ...] = ()
+    if held < len(step.keys) or not blocks:
+        return ResidentPath((), best // TOKEN_BYTES, step.keys[:held])
+    texts = [block or b"" for block in blocks[:MAX_ORDERED]]
+    digests, sizes = [*map(digest_of, texts)], [*map(len, texts)]
+    limited = not limits.unlimited or None in blocks
+    remaining = tuple(preferred or range(len(blocks)))
+    if len(blocks) > MAX_ORDERED:
+        remaining = tuple([index for index in remaining if index < MAX_ORDERED])
+    tries = MAX_TRIED
+    # The walk stands behind ``step``, to which ``path`` led, ``matched`` bytes of resident blocks from the start. The
+    # documents ``remaining`` have ``ahead`` bytes, and no path from here gets further than ``reach``.
+    path, matched, ahead = best_path, best, sum(sizes)
+    reach = _whole_blocks(matched, stride - step.need + ahead, stride)
+    choices = iter(_allowed(blocks, limits, path, remaining) if limited else remaining)
+    parents: list[_Visit] = []
+    while True:
+        open, need, children = step.open, step.need, step.children
         for index in choices:
-            block = self._blocks[index]
-            if block is None:
-                continue
-            if not self._tries or within_reach <= self._best_bytes:
-                return
-            self._tries -= 1
-            digest = self._digests[index]
-            child = step.children.get(digest) or self._tree.grow(step, digest, block)
-            if child.first is not None and not is_resident(child.first):
-                continue
-            gained, whole = self._held(child, step, block)
-            if matched + gained > self._best_bytes:
-                self._best_bytes, self._best_path = matched + gained, (*path, index)
-            if whole and len(remaining) > 1:
-                rest = tuple([other for other in remaining if other != index])
-                self._descend(child, matched + gained, (*path, index), rest, ahead - len(block))
+            if not tries or reach <= best:
+                choices = iter(())
+                break
+            tries -= 1
+            child = children.get(digests[index])
+            if child is None:
+                text = texts[index]
+                if need <= sizes[index]:
+                    first = digest_of(open + text[:need])
+                    if first not in resident:
+                        continue
+                    # Often the first block ends in the label that every document has: the rest is hashed only when the
+                    # second one is held as well.
+                    end = need + stride
+                    if end <= sizes[index] and digest_of(first + text[need:end]) not in resident:
+                        if matched + stride > best:
+                            best, best_path = matched + stride, (*path, index)
+                        continue
+                child = tree.grow(step, digests[index], text)
+            keys, now = child.keys, matched
+            if keys:
+                if keys[0] not in resident:
+                    continue
+                held = len(keys) if keys[-1] in resident else _held(keys, resident)
+                now += held * stride
+                if now > best:
+                    best, best_path = now, (*path, index)
+                if held < len(keys):
+                    continue
+            if len(remaining) > 1:
+                parents.append((step, path, matched, remaining, ahead, reach, choices))
+                at = remaining.index(index)
+                step, path, matched = child, (*path, index), now
+                remaining, ahead = remaining[:at] + remaining[at + 1 :], ahead - sizes[index]
+                reach = _whole_blocks(matched, stride - step.need + ahead, stride)
+                choices = iter(_allowed(blocks, limits, path, remaining) if limited else remaining)
+                break
+        else:
+            if not parents:
+                break
+            step, path, matched, remaining, ahead, reach, choices = parents.pop()
+    if best_path:
+        tree.led_by(digests[best_path[0]])
+    known = tree.keys([digests[index] for index in best_path])
+    return ResidentPath(best_path, best // TOKEN_BYTES, known[: best // stride])
+
+
+_Visit = tuple[_Step, tuple[int, ...], int, tuple[int, ...], int, int, Iterator[int]]
+
+
+def _whole_blocks(matched: int, behind: int, stride: int) -> int:
+    """Bytes in full blocks when ``behind`` bytes follow ``matched``."""
+    return matched + behind - behind % stride
+
+
+def _allowed(
+    blocks: Sequence[bytes | None], limits: OrderLimits, path: tuple[int, ...], remaining: tuple[int, ...]
+) -> list[int]:
+    """Those of ``remaining`` that may follow ``path``."""
+    allowed = limits.choices(len(path), sorted(remaining), len(blocks))
+    return [index for index in remaining if index in allowed and blocks[index] is not None]
+
+
+def _held(keys: Sequence[bytes], resident: Container[bytes]) -> int:
+    """How many of the first of ``keys`` are resident."""
+    if not keys or keys[-1] in resident:
+        return len(keys)
+    return bisect_left(keys, True, key=lambda key: key not in resident)

@@ -7,7 +7,7 @@ import msgspec
 __all__ = ["Scope", "Sighting"]
 
 
-class Scope(msgspec.Struct, frozen=True):
+class Scope(msgspec.Struct, frozen=True, cache_hash=True):
     """Whose requests are counted together: one tenant's of one template, under one ``cache_salt``."""
 
     tenant: str

@@ -11,8 +11,8 @@ import msgspec
 from cache_policy.keys import TOKEN_BYTES, chain_keys, token_bytes, token_list
 from gateway.canonical.layout import SEPARATOR, Layout
 from gateway.canonical.order import UNLIMITED, OrderLimits, by_id
-from gateway.canonical.popularity import Snapshot
-from gateway.canonical.resident import ResidentPaths
+from gateway.canonical.popularity import Snapshot, ranking
+from gateway.canonical.resident import ResidentPath, ResidentPaths
 from gateway.config import OrderMode
 from gateway.errors import ContextLengthError
 from gateway.prompt import DocumentTokens, PromptRenderer, PromptText
@@ -90,9 +90,11 @@ class OrderWish(msgspec.Struct, frozen=True):
 
 
 class _Order(msgspec.Struct, frozen=True):
+    """``path`` is what was found resident of the prompt in this order."""
+
     indexes: tuple[int, ...]
     mode: AppliedOrder
-    led: int = 0
+    path: ResidentPath = ResidentPath()
 
 
 def weigh_chat(
@@ -123,7 +125,7 @@ def weigh_chat(
             candidate,
             conversation.tokens(order.indexes),
             root,
-            conversation.keys(order.indexes, root, candidate.info.block_size),
+            conversation.keys(order, root, candidate.info.block_size),
             order,
             use_cache=use_cache,
             prompt=conversation.prompt(order.indexes),
@@ -199,17 +201,18 @@ class _Conversation:
             self._tokens[order] = tokens
         return tokens
 
-    def keys(self, order: tuple[int, ...], root: bytes, block_size: int) -> list[bytes]:
-        keys = self._keys.get((order, root, block_size))
+    def keys(self, order: _Order, root: bytes, block_size: int) -> list[bytes]:
+        keys = self._keys.get((order.indexes, root, block_size))
         if keys is None:
-            tokens, stride = self.tokens(order), block_size * TOKEN_BYTES
-            keys = []
+            tokens, stride = self.tokens(order.indexes), block_size * TOKEN_BYTES
+            keys = [*order.path.keys]  # the search has hashed them
             for (other, its_root, its_size), known in self._keys.items():
                 if (its_root, its_size) == (root, block_size):  # the same, up to where the two orders part
-                    keys = known[: _common_blocks(self.tokens(other), tokens, stride)]
+                    common = _common_blocks(self.tokens(other), tokens, stride)
+                    keys = known[:common] if common > len(keys) else keys
                     break
             keys += chain_keys(keys[-1] if keys else root, tokens[len(keys) * stride :], block_size)
-            self._keys[order, root, block_size] = keys
+            self._keys[order.indexes, root, block_size] = keys
         return keys
 
     def document_tokens(self) -> DocumentTokens | None:
@@ -273,14 +276,15 @@ def _orders(
     if tokens is None:
         # Also where this tokenizer gives a document other ids at another place: no path can be followed then.
         return [_Order(by_id(documents, limits), "canonical")] * len(candidates)
-    preferred = wish.snapshot.ranking(fingerprints)
+    asked = wish.snapshot.asked(fingerprints)
+    preferred = ranking(asked)
     orders = []
     for candidate in candidates:
         size, root = candidate.info.block_size, root_of(candidate)
         held = candidate.resident
-        path = paths.longest(tokens.head, tokens.blocks, fingerprints, root, size, held, limits, preferred)
-        order = wish.snapshot.order(fingerprints, path.documents, limits)
-        orders.append(_Order(order, "cache-aware", len(path.documents)))
+        path = paths.longest(tokens.head, tokens.blocks, root, size, held, limits, preferred)
+        order = wish.snapshot.order(fingerprints, path.documents, limits, asked=asked)
+        orders.append(_Order(order, "cache-aware", path))
     return orders
 
 
@@ -298,12 +302,16 @@ def _placed(
     size, resident = candidate.info.block_size, candidate.resident
     cached = 0
     if use_cache:
-        for key in keys[: (len(tokens) // TOKEN_BYTES - 1) // size]:  # the last prompt token is always computed
+        most = (len(tokens) // TOKEN_BYTES - 1) // size  # the last prompt token is always computed
+        found = min(order.path.tokens // size, most)
+        for key in keys[found:most]:
             if key not in resident:
                 break
-            cached += size
+            found += 1
+        cached = found * size
+    led = len(order.path.documents)
     presumed = int(_PRESUMED_SHARE * len(tokens) // TOKEN_BYTES) if candidate.replica_id == home else 0
-    return Placement(candidate, tokens, root, keys, cached, order.indexes, order.mode, order.led, prompt, presumed)
+    return Placement(candidate, tokens, root, keys, cached, order.indexes, order.mode, led, prompt, presumed)
 
 
 def _home(affinity: bytes, candidates: Sequence[Candidate]) -> str | None:

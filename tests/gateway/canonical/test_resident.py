@@ -32,9 +32,12 @@ def search(
     paths: ResidentPaths | None = None,
 ) -> ResidentPath:
     blocks = [None if document is None else token_bytes(document) for document in documents]
-    digests = [hash(block) for block in blocks]
     paths = paths or ResidentPaths()
-    return paths.longest(token_bytes(head), blocks, digests, ROOT, BLOCK, resident, limits)
+    found = paths.longest(token_bytes(head), blocks, ROOT, BLOCK, resident, limits)
+    led = keys_of(head, *[documents[index] or [] for index in found.documents])
+    assert [*found.keys] == led[: len(found.keys)], "a request's keys are made of these"
+    assert len(found.keys) * BLOCK <= found.tokens
+    return ResidentPath(found.documents, found.tokens)
 
 
 HEAD = list(range(10))
@@ -84,10 +87,27 @@ def test_a_document_without_ids_of_its_own_never_leads() -> None:
 def test_another_root_or_block_size_shares_nothing_of_the_same_memory() -> None:
     paths = ResidentPaths()
     resident = set(keys_of(HEAD, C))
-    data = (token_bytes(HEAD), [token_bytes(A), token_bytes(C)], [1, 2])
-    assert paths.longest(*data, ROOT, BLOCK, resident) == ResidentPath((1,), 20)
+    data = (token_bytes(HEAD), [token_bytes(A), token_bytes(C)])
+    assert paths.longest(*data, ROOT, BLOCK, resident) == ResidentPath((1,), 20, tuple(keys_of(HEAD, C)))
     assert paths.longest(*data, b"x" * 16, BLOCK, resident) == ResidentPath((), 0)
     assert paths.longest(*data, ROOT, 2 * BLOCK, resident) == ResidentPath((), 0)
+
+
+def test_the_keys_of_what_is_resident_are_at_hand() -> None:
+    paths = ResidentPaths()
+    resident = set(keys_of(HEAD, C, B))
+    found = paths.longest(token_bytes(HEAD), [token_bytes(B), token_bytes(C)], ROOT, BLOCK, resident)
+    assert [*found.keys] == keys_of(HEAD, C, B)
+
+
+def test_documents_that_share_their_first_block_are_told_apart_by_the_second() -> None:
+    label = [7, 7, 7]
+    one, other = label + tokens(0, 9), label + tokens(1, 9)
+    head = tokens(9, 5)
+    resident = set(keys_of(head, one))
+    assert search(head, [other, one], resident) == ResidentPath((1,), 16)
+    assert search(head, [other], resident) == ResidentPath((0,), 8)
+    assert search(head, [[*label, 1], one], resident) == ResidentPath((1,), 16)
 
 
 def test_limits_hold_on_the_path() -> None:
@@ -165,4 +185,16 @@ def test_the_memory_is_bounded_whatever_is_asked(heads: int) -> None:
         documents = [tokens(round + offset, 12) for offset in range(3)]
         resident = set(keys_of(head, *documents))
         assert search(head, [*documents], resident, paths=paths).tokens == 44
-        assert paths.remembered <= 400
+        assert 0 < paths.remembered <= 400
+
+
+def test_the_documents_that_lead_are_remembered_longest() -> None:
+    paths = ResidentPaths(max_remembered=200)
+    popular = tokens(0, 12)
+    for other in range(1, 60):
+        resident = set(keys_of(HEAD, popular)) | set(keys_of(HEAD, tokens(other, 12)))
+        assert search(HEAD, [tokens(other, 12)], resident, paths=paths).tokens == 20
+        assert search(HEAD, [popular], resident, paths=paths).tokens == 20
+    before = paths.remembered
+    search(HEAD, [popular], resident, paths=paths)
+    assert paths.remembered == before, "it was hashed again"
