@@ -77,7 +77,6 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 model="smollm2-135m-instruct",
                 kv_blocks=arguments.kv_blocks,
                 attribution__enabled=enabled,
-                whatif__enabled=False,
                 server__log_level="error",
                 redis__url="redis://127.0.0.1:1/0",
             )

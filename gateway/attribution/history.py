@@ -69,23 +69,30 @@ class PartHistory:
         texts = [_bytes(part.text) for part in parts]
         raw = _chain(texts)
         own = [digest ^ here for digest in raw]
-        chains: dict[_Level, list[int]] = {"evicted": own, "namespace": raw}
-        spelled = [
-            text if part.spelling is None or part.kind == "tools" else _bytes(part.spelling)
-            for part, text in zip(parts, texts, strict=True)
-        ]
-        chains["text_form"] = own if spelled == texts else [digest ^ here for digest in _chain(spelled)]
+        chains: dict[_Level, list[int]] = {"evicted": own, "namespace": raw, "text_form": own}
+        spelled = texts
+        # Most prompts differ on no further level, and on each that they do all that was hashed is hashed again.
+        if any(part.spelling is not None for part in parts):
+            spelled = [
+                text if part.spelling is None or part.kind == "tools" else _bytes(part.spelling)
+                for part, text in zip(parts, texts, strict=True)
+            ]
+            chains["text_form"] = [digest ^ here for digest in _chain(spelled)]
         if any(part.kind == "tools" for part in parts):  # without tools it is the same with its tools sorted
             spelled = [
                 text if part.spelling is None else _bytes(part.spelling)
                 for part, text in zip(parts, texts, strict=True)
             ]
             chains["tool_order"] = [digest ^ here for digest in _chain(spelled)]
-        fixed = [
-            b"\0" if part.kind == "value" else text if part.fixed is None else _bytes(part.fixed)
-            for part, text in zip(parts, spelled, strict=True)
-        ]
-        chains["volatile"] = [digest ^ here for digest in _chain(fixed)]
+        if any(part.kind == "value" or part.fixed is not None for part in parts):
+            fixed = [
+                b"\0" if part.kind == "value" else text if part.fixed is None else _bytes(part.fixed)
+                for part, text in zip(parts, spelled, strict=True)
+            ]
+            chains["volatile"] = [digest ^ here for digest in _chain(fixed)]
+        else:
+            fixed = spelled
+            chains["volatile"] = chains.get("tool_order") or chains["text_form"]
         verdicts: list[Verdict | None] = [None] * len(parts)
         depth, witness = 0, None
         for level, chain in chains.items():
