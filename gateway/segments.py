@@ -60,6 +60,9 @@ _CLAUSES: Final = {
 _SHORT: Final = 96
 """Pieces with less characters are not worth cutting again."""
 
+_MEMORABLE: Final = 8192
+_MOST_BEGUN: Final = 1024
+
 _LETTERS_O200K: Final = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
@@ -178,6 +181,7 @@ class SegmentEncoder:
         self._pieces: OrderedDict[str, bytes] = OrderedDict()
         self._held = 0
         self._latest: tuple[str, list[tuple[str, bytes]]] = ("", [])  # what was encoded last, to be asked of again
+        self._begun: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # the same of pieces that many prompts have
 
     def encode(self, text: str, limit: int | None = None, places: Sequence[int] = ()) -> bytes:
         """The ids of ``text``, the same as without cuts, no special tokens added.
@@ -238,11 +242,23 @@ class SegmentEncoder:
                 at += 1
             if at > first:
                 within = [max(0, position - start) for position in positions[first:at]]
-                begun = self._begun_before(piece, data, within) if any(within) else [0] * len(within)
+                begun = self._begun_before_again(piece, data, within) if any(within) else [0] * len(within)
                 counts += [tokens + count for count in begun]
             tokens += len(data) // TOKEN_BYTES
             start = end
         return counts + [tokens] * (len(positions) - at)
+
+    def _begun_before_again(self, piece: str, data: bytes, positions: list[int]) -> list[int]:
+        """``_begun_before``, found out once for pieces of middling length: all prompts ask it of a system text."""
+        if not _SHORT <= len(piece) <= _MEMORABLE:
+            return self._begun_before(piece, data, positions)
+        key = piece, tuple(positions)
+        begun = self._begun.get(key)
+        if begun is None:
+            if len(self._begun) >= _MOST_BEGUN:
+                self._begun.clear()
+            begun = self._begun[key] = self._begun_before(piece, data, positions)
+        return begun
 
     def _begun_before(self, piece: str, data: bytes, positions: Sequence[int]) -> list[int]:
         """``begun_before`` of one piece, whose ids these are."""
