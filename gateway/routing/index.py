@@ -8,6 +8,7 @@ what the index said when the request went out, and an index that promises too mu
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from typing import Final, Literal
 
@@ -25,6 +26,9 @@ from gateway.routing.agreement import Agreement
 __all__ = ["Expectation", "FleetIndex", "IndexTrust"]
 
 _NOTHING: Final[frozenset[bytes]] = frozenset()
+_MAX_REMOVED: Final = 8192
+"""Blocks of which is remembered that a replica has evicted them lately."""
+
 _RESYNC_INTERVAL_S: Final = 30.0
 """A replica is asked no more often to tell again what it holds."""
 
@@ -55,7 +59,7 @@ class IndexTrust(msgspec.Struct, frozen=True):
 class Expectation:
     """What the index said of one request when it went out. Owned by the request's flight."""
 
-    __slots__ = ("belief", "block_size", "keys", "life", "number", "uses")
+    __slots__ = ("belief", "block_size", "keys", "life", "number", "removals", "uses")
 
     def __init__(
         self, belief: _Belief, keys: Sequence[bytes], block_size: int, uses: Sequence[int], number: int
@@ -67,6 +71,7 @@ class Expectation:
         self.uses = uses
         """One for each leading block that was predicted: which prompt had used it last, where that is what is known."""
         self.number = number
+        self.removals = belief.removals
 
     @property
     def tokens(self) -> int:
@@ -77,7 +82,17 @@ class Expectation:
 class _Belief:
     """What is known of one replica."""
 
-    __slots__ = ("agreement", "believed", "life", "recent", "replica", "resynced_at", "resyncs")
+    __slots__ = (
+        "agreement",
+        "believed",
+        "life",
+        "recent",
+        "removals",
+        "removed",
+        "replica",
+        "resynced_at",
+        "resyncs",
+    )
 
     def __init__(self, replica: Replica, capacity: int) -> None:
         self.replica = replica
@@ -87,6 +102,8 @@ class _Belief:
         self.life = 0
         self.resyncs = 0
         self.resynced_at = float("-inf")
+        self.removals = 0
+        self.removed: OrderedDict[bytes, int] = OrderedDict()  # what was evicted lately, and by which event
 
     @property
     def exact(self) -> bool:
@@ -99,6 +116,16 @@ class _Belief:
         self.recent = RecencyIndex(capacity)
         self.agreement = Agreement()
         self.believed = True
+        self.removed.clear()
+
+    def note_removed(self, keys: Sequence[bytes]) -> None:
+        """Blocks were evicted. Whoever was promised them meanwhile was not promised too much."""
+        self.removals += 1
+        for key in keys:
+            self.removed[key] = self.removals
+            self.removed.move_to_end(key)
+        while len(self.removed) > _MAX_REMOVED:
+            self.removed.popitem(last=False)
 
 
 class FleetIndex:
@@ -140,6 +167,9 @@ class FleetIndex:
                     self._exact.stored(replica.id, event.block_hashes)
                 case BlockRemoved():
                     self._exact.removed(replica.id, event.block_hashes)
+                    belief = self._beliefs.get(replica.id)
+                    if belief is not None:
+                        belief.note_removed(event.block_hashes)
                 case AllBlocksCleared():
                     self._exact.cleared(replica.id)
 
@@ -208,10 +238,14 @@ class FleetIndex:
         belief = expectation.belief
         if expectation.life != belief.life:
             return
-        belief.agreement.add(expectation.tokens, cached_tokens)
         missed = -(-cached_tokens // expectation.block_size)  # some count tokens, not whole blocks
-        if not belief.exact and missed < len(expectation.uses):
-            belief.recent.evicted(expectation.uses[missed])
+        promised = expectation.tokens
+        if missed < len(expectation.uses):
+            if not belief.exact:
+                belief.recent.evicted(expectation.uses[missed])
+            elif belief.removed.get(expectation.keys[missed], 0) > expectation.removals:
+                promised = cached_tokens  # it was evicted before the request's turn came, and the index has said so
+        belief.agreement.add(promised, cached_tokens)
         self._judge(belief)
 
     def _known(self, belief: _Belief) -> Set[bytes]:

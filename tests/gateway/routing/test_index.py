@@ -137,6 +137,22 @@ def test_an_index_that_promises_too_much_is_not_believed_until_it_comes_true(
     assert bench.held
 
 
+def test_what_was_evicted_before_a_requests_turn_came_is_no_broken_promise(quiet_replica: QuietReplica) -> None:
+    bench = Bench(quiet_replica())
+    for _ in range(2 * MIN_REQUESTS):
+        bench.index.on_events(bench.replica, (BlockStored(KEYS[:6], None, SIZE),))
+        expectation = bench.index.sent(plan(6))
+        assert expectation is not None
+        assert expectation.tokens == 96
+        bench.index.on_events(bench.replica, (BlockRemoved(KEYS[2:6]),))
+        bench.index.on_events(bench.replica, (BlockStored(KEYS[2:6], KEYS[1], SIZE),))  # the request's own doing
+        bench.index.reported(expectation, 32)
+    assert (bench.trust.believed, bench.trust.precision, bench.replica.resyncs) == (True, 1.0, 0)
+    for _ in range(MIN_REQUESTS):
+        bench.ask(plan(6), 0)  # evicted long ago, and stored again since
+    assert not bench.trust.believed
+
+
 def test_a_lying_replica_is_not_asked_again_and_again(quiet_replica: QuietReplica) -> None:
     bench = Bench(quiet_replica())
     bench.index.on_events(bench.replica, (BlockStored(KEYS, None, SIZE),))
