@@ -125,7 +125,7 @@ class Server:
         self.command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
         self.command += ["--num-gpu-blocks-override", str(arguments.blocks), "--max-model-len", "2048"]
         self.command += ["--enable-prompt-tokens-details", "--prefix-caching-hash-algo", self.algorithm]
-        self.command += ["--kv-events-config", json.dumps(kv_events), "--max-num-seqs", "8"]
+        self.command += ["--kv-events-config", json.dumps(kv_events), "--max-num-seqs", "8", "--enforce-eager"]
 
     async def hits(self, http: aiohttp.ClientSession) -> int:
         """Prompt tokens that it has found in its cache so far, by its own count."""
