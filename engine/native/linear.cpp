@@ -13,7 +13,7 @@
 namespace headstart {
 namespace {
 
-constexpr int kDepth = 192;      // of a block of a panel: with kTileRows rows of x it fits the first-level cache
+constexpr int kDepth = 96;       // of a block of a panel: it fits half of a first-level cache, rows of x the rest
 constexpr int kMostRows = 256;   // of x per panel: they fit the second-level cache together with a block
 constexpr int kLine = 64;        // bytes
 constexpr int kFetchingTiles = 3;
