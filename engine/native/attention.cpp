@@ -86,8 +86,8 @@ struct Visible {
   bool any() const { return low < high; }
 };
 
-// Makes the scores of one row weights, zero for what it does not see; their maximum and sum.
-void weigh(float* scores, Visible seen, float softcap, float* most, float* total) {
+// The largest score of what a row sees, and nothing beside that within its vectors.
+float peak_of(float* scores, Visible seen, float softcap) {
   const int first = seen.low / W * W, last = padded(seen.high);
   if (softcap > 0)
     for (int i = first; i < last; i += W) {  // tanh(x) = 1 - 2 / (e^2x + 1), on the side that cannot overflow
@@ -100,16 +100,21 @@ void weigh(float* scores, Visible seen, float softcap, float* most, float* total
   for (int i = seen.high; i < last; i++) scores[i] = kNone;
   vf peak = splat(kNone);
   for (int i = first; i < last; i += W) peak = greater(peak, load(scores + i));
-  const float base = *most = largest(peak);
+  return largest(peak);
+}
+
+// Makes the scores of one row weights relative to the largest, zero for what it does not see; their sum.
+float weigh(float* scores, Visible seen, float most) {
+  const int first = seen.low / W * W, last = padded(seen.high);
   vf added{};
   for (int i = first; i < last; i += W) {
-    const vf p = exponential(load(scores + i) - base);
+    const vf p = exponential(load(scores + i) - most);
     added += p;
     store(scores + i, p);
   }
-  *total = sum(added);
   for (int i = 0; i < first; i += W) store(scores + i, vf{});
   for (int i = last; i < kGroup; i += W) store(scores + i, vf{});
+  return sum(added);
 }
 
 // acc[r] += sum over keys of weights[r][key] * value of that key, for V vectors of the dimension.
@@ -145,28 +150,36 @@ constexpr decltype(&score<1>) kScore[] = HEADSTART_BY_ROWS(score);
 constexpr decltype(&accumulate_all<1>) kAccumulate[] = HEADSTART_BY_ROWS(accumulate_all);
 #undef HEADSTART_BY_ROWS
 
-// What a row has gathered over some keys: weighted values, the maximum of its scores and the sum of its weights.
+// What some rows have gathered over some keys: weighted values [rows, width], the maxima of their scores and the sums of
+// their weights, [padded(rows)].
 struct Gathered {
-  float* values;
-  float *most, *total;
+  float *values, *most, *total;
 };
 
 // Takes `from` into `into`. Not inlined: two copies might be compiled to round differently.
-__attribute__((noinline)) void fold(Gathered into, const float* values, float most, float total, int width) {
-  if (most == kNone) return;
-  const float before = *into.most, now = most > before ? most : before;
-  const vf factors = exponential(vf{before - now, most - now});
-  const float keep = factors[0], factor = factors[1];
-  *into.most = now;
-  *into.total = *into.total * keep + total * factor;
-  for (int d = 0; d < width; d += W) store(into.values + d, load(into.values + d) * keep + load(values + d) * factor);
+__attribute__((noinline)) void fold(Gathered into, Gathered from, int rows, int width) {
+  for (int first = 0; first < rows; first += W) {
+    const vf before = load(into.most + first), most = load(from.most + first), now = greater(before, most);
+    const vf keep = exponential(before - now), factor = exponential(most - now);
+    const vf total = load(into.total + first);
+    store(into.most + first, now);
+    store(into.total + first, most == kNone ? total : total * keep + load(from.total + first) * factor);
+    for (int i = 0; i < W && first + i < rows; i++) {
+      if (most[i] == kNone) continue;
+      const float kept = keep[i], taken = factor[i];
+      float* values = into.values + size_t(first + i) * width;
+      const float* others = from.values + size_t(first + i) * width;
+      for (int d = 0; d < width; d += W) store(values + d, load(values + d) * kept + load(others + d) * taken);
+    }
+  }
 }
 
 // Writes a row's result: its weighted values over the sum of its weights, to which a sink adds.
-__attribute__((noinline)) void finish(const headstart_attention& a, Gathered row, int token, int head) {
-  const float weight = a.sinks ? *row.total + std::exp(a.sinks[head] - *row.most) : *row.total;
+__attribute__((noinline)) void finish(const headstart_attention& a, const float* values, float most, float total,
+                                      int token, int head) {
+  const float weight = a.sinks ? total + std::exp(a.sinks[head] - most) : total;
   float* out = a.out + (int64_t(token) * a.heads + head) * a.value_dim;
-  for (int d = 0; d < a.value_dim; d++) out[d] = row.values[d] / weight;
+  for (int d = 0; d < a.value_dim; d++) out[d] = values[d] / weight;
 }
 
 // Where the keys and values of a sequence lie, for one head.
@@ -289,27 +302,25 @@ void run(const headstart_attention& a, const headstart_task& task, int kv_head) 
           kScore[some](query + size_t(r) * key_width, key_width, keys, a.key_dim, scores + size_t(r) * kGroup + tile);
       }
     }
+    // All maxima come first: the processor then works on the weights of a row while it waits for those of another.
+    for (int r = 0; r < rows; r++)
+      most[r] = seen[r].any() ? peak_of(scores + size_t(r) * kGroup, seen[r], a.softcap) : kNone;
     for (int r = 0; r < rows; r++) {
-      most[r] = kNone, total[r] = 0;
+      total[r] = 0;
       if (seen[r].any())
-        weigh(scores + size_t(r) * kGroup, seen[r], a.softcap, most + r, total + r);
+        total[r] = weigh(scores + size_t(r) * kGroup, seen[r], most[r]);
       else
         memset(scores + size_t(r) * kGroup, 0, sizeof(float) * kGroup);
     }
     memset(acc, 0, sizeof(float) * rows * value_width);
-    for (int tile = skipped / kTile * kTile; tile < count; tile += kTile)
-      for (int r = 0; r < rows; r += kRows) {
-        const int some = rows - r < kRows ? rows - r : kRows;
-        const int last = tile + kTile < count ? tile + kTile : count;
-        const Visible any = within(by_block[r / kRows], tile, last);
-        if (any.any())
-          kAccumulate[some](scores + size_t(r) * kGroup, value_rows, any.low, any.high, acc + size_t(r) * value_width,
-                            value_width);
-      }
-    if (several)
-      for (int r = 0; r < rows; r++)
-        fold({all_acc + size_t(r) * value_width, all_most + r, all_total + r}, acc + size_t(r) * value_width, most[r],
-             total[r], value_width);
+    for (int r = 0; r < rows; r += kRows) {
+      const int some = rows - r < kRows ? rows - r : kRows;
+      const Visible any = by_block[r / kRows];
+      if (any.any())
+        kAccumulate[some](scores + size_t(r) * kGroup, value_rows, any.low, any.high, acc + size_t(r) * value_width,
+                          value_width);
+    }
+    if (several) fold({all_acc, all_most, all_total}, {acc, most, total}, rows, value_width);
   }
   if (several) acc = all_acc, most = all_most, total = all_total;
 
@@ -317,7 +328,7 @@ void run(const headstart_attention& a, const headstart_task& task, int kv_head) 
     const int t = r / group, head = kv_head * group + r % group;
     float* values = acc + size_t(r) * value_width;
     if (task.slot < 0) {
-      finish(a, {values, most + r, total + r}, a.row_token[task.first_row + t], head);
+      finish(a, values, most[r], total[r], a.row_token[task.first_row + t], head);
     } else {
       float* slot = a.partials + (int64_t(task.slot + t) * a.heads + head) * (value_width + 2);
       memcpy(slot, values, sizeof(float) * value_width);
@@ -329,14 +340,16 @@ void run(const headstart_attention& a, const headstart_task& task, int kv_head) 
 
 void merge(const headstart_attention& a, const headstart_merge& m, int head) {
   const int value_width = padded(a.value_dim);
-  float* values = scratch.at_least(value_width);
-  float most = kNone, total = 0;
-  for (int d = 0; d < value_width; d++) values[d] = 0;
+  float* values = scratch.at_least(value_width + 4 * W);
+  float *most = values + value_width, *total = most + W, *part_most = total + W, *part_total = part_most + W;
+  memset(values, 0, sizeof(float) * value_width);
+  *most = kNone, *total = 0;
   for (int i = 0; i < m.count; i++) {
-    const float* slot = a.partials + (int64_t(a.merge_slots[m.first + i]) * a.heads + head) * (value_width + 2);
-    fold({values, &most, &total}, slot, slot[value_width], slot[value_width + 1], value_width);
+    float* slot = a.partials + (int64_t(a.merge_slots[m.first + i]) * a.heads + head) * (value_width + 2);
+    *part_most = slot[value_width], *part_total = slot[value_width + 1];
+    fold({values, most, total}, {slot, part_most, part_total}, 1, value_width);
   }
-  finish(a, {values, &most, &total}, m.token, head);
+  finish(a, values, *most, *total, m.token, head);
 }
 
 }  // namespace
