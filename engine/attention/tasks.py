@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ GROUP_KEYS: Final = 128
 """Keys whose weighted values the kernel sums by themselves."""
 
 _FEW_TOKENS: Final = 16
-"""Tasks of at most so many tokens have one group of keys."""
+"""The tasks of a chunk of at most so many tokens have one group of keys."""
+
+_LEAST_TILES: Final = 2
+"""Of a chunk of more tokens than that: the heads of a single tile might not go evenly on the cores."""
 
 
 class AttentionTasks:
@@ -68,12 +71,13 @@ class AttentionTasks:
 
     def _cut_chunk(self, piece: SequenceSlice, window: int | None) -> None:
         table = self._add_table(piece)
-        for offset in range(0, piece.length, self._tile):
-            first = piece.start + offset
-            count = min(self._tile, piece.length - offset)
+        tiles = max(-(-piece.length // self._tile), _LEAST_TILES if piece.length > _FEW_TOKENS else 1)
+        edges = [piece.length * i // tiles for i in range(tiles + 1)]
+        for offset, end in pairwise(edges):
+            first, count = piece.start + offset, end - offset
             rows = [(piece.first + offset + i, first + i) for i in range(count)]
             begin = 0 if window is None else max(0, first - window + 1)
-            self._pieces += [(rows, *keys, table) for keys in _ranges(begin, first + count, count)]
+            self._pieces += [(rows, *keys, table) for keys in _ranges(begin, first + count, piece.length)]
 
     def _cut_decodes(self, decodes: list[SequenceSlice], done: int, depth: int) -> None:
         """Attend from key ``done`` on, where all ``decodes`` have the blocks before ``depth`` in common."""
