@@ -1,11 +1,14 @@
 """Step 2, volatile fields: values that differ per request leave the prefix and stay visible to the model.
 
 In place of each value stands a reference, and one line ``Metadata: a=…; b=…`` before the question holds the values. The
-system message is then the same for every request of its template.
+system message is then the same for every request of its template. A value in which a reader could see the end of the
+field, or the beginning of another, is quoted as in JSON.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Final
 
 import msgspec
@@ -17,6 +20,8 @@ __all__ = ["REFERENCE", "Hoisted", "hoist"]
 
 REFERENCE: Final = "(see metadata)"
 """What the system message says instead of a moved value."""
+
+_AMBIGUOUS: Final = re.compile(r'^"|[;=\r\n]')
 
 
 class Hoisted(msgspec.Struct, frozen=True):
@@ -36,6 +41,13 @@ def hoist(filled: FilledTemplate) -> Hoisted:
     if not moved:
         return Hoisted(filled.text, None, ())
     system = filled.template.fill(dict.fromkeys(filled.template.fields, REFERENCE), filled.documents)
-    metadata = "Metadata: " + "; ".join(f"{field}={value}" for field, value in moved.items())
+    metadata = "Metadata: " + "; ".join(f"{field}={_written(value)}" for field, value in moved.items())
     change = Change("volatile", f"moved behind the stable part: {', '.join(moved)}")
     return Hoisted(system, metadata, (change,))
+
+
+def _written(value: str) -> str:
+    """``value`` as the metadata line has it: what begins with a quote is JSON, everything else is the value itself."""
+    if _AMBIGUOUS.search(value) is None:
+        return value
+    return json.dumps(value, ensure_ascii=False)
