@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import TypeVar
@@ -20,11 +21,18 @@ _Content = TypeVar("_Content", bound=msgspec.Struct)
 def read_file(path: Path, type: type[_Content], *, setting: str) -> _Content | None:
     """What ``replace_file`` wrote; None when there is no file yet. ``setting`` names the path in errors.
 
+    For the start of the one gateway that writes the file: what it left half written when it was killed is removed.
+
     Raises:
         ConfigError: The file cannot be used, or its folder is missing.
     """
     if not path.parent.is_dir():
         raise ConfigError(f"{setting}: there is no folder {path.parent}.")
+    half_written = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}")  # as tempfile names them
+    with contextlib.suppress(OSError):
+        for entry in path.parent.iterdir():
+            if half_written.fullmatch(entry.name):
+                entry.unlink()
     try:
         return msgspec.json.decode(path.read_bytes(), type=type)
     except FileNotFoundError:

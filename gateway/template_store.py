@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from gateway.canonical.registry import TemplateRegistry
-from gateway.canonical.templates import UNREGISTERED, Template
+from gateway.canonical.templates import RESERVED_NAMES, Template
 from gateway.config import TemplateConfig
 from gateway.errors import ConfigError, ConflictError, HeadstartError, InvalidRequestError, TemplateNotFoundError
 from gateway.local_file import read_file, replace_file
@@ -100,9 +100,10 @@ class TemplateStore:
             ConflictError: the name belongs to the configuration, or there are too many versions.
             HeadstartError: the file cannot be written; nothing has changed.
         """
-        if not _NAME.fullmatch(name) or name == UNREGISTERED:
+        if not _NAME.fullmatch(name) or name in RESERVED_NAMES:
+            reserved = " or ".join(map(repr, RESERVED_NAMES))
             raise InvalidRequestError(
-                f"name must be 1 to 64 letters, digits, '.', '_' and '-', and not {UNREGISTERED!r}.", param="name"
+                f"name must be 1 to 64 letters, digits, '.', '_' and '-', and not {reserved}.", param="name"
             )
         self._refuse_configured(name)
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from gateway.canonical.templates import MAX_VALUE_CHARS, UNREGISTERED, FilledTemplate, Template, is_value
+from gateway.canonical.templates import MAX_VALUE_CHARS, RESERVED_NAMES, FilledTemplate, Template, is_value
 from gateway.config import TemplateConfig
 from gateway.errors import ConfigError, InvalidRequestError
 
@@ -24,9 +24,9 @@ class TemplateRegistry:
 
     def __init__(self, configured: Mapping[str, TemplateConfig], *, normalize: bool) -> None:
         """Compile the templates of the configuration; raises ``ConfigError`` on the first that cannot be."""
-        if UNREGISTERED in configured:
-            raise ConfigError(f"templates.{UNREGISTERED}: this name stands for requests without a template.")
         for name in configured:
+            if name in RESERVED_NAMES:
+                raise ConfigError(f"templates.{name}: this name stands for requests of no template, or of several.")
             if "@" in name:
                 raise ConfigError(f"templates.{name}: a name holds no '@', which stands before a version.")
         self._normalize: Final = normalize

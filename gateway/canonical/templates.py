@@ -16,13 +16,16 @@ from gateway.canonical.text import normalize_text
 from gateway.config import TemplateConfig
 from gateway.errors import ConfigError
 
-__all__ = ["MAX_VALUE_CHARS", "UNREGISTERED", "FilledTemplate", "Template", "is_value", "split_text"]
+__all__ = ["MAX_VALUE_CHARS", "RESERVED_NAMES", "UNREGISTERED", "FilledTemplate", "Template", "is_value", "split_text"]
 
 MAX_VALUE_CHARS: Final = 1024
 """Longest value of a field. Values are one line, so that they fit the metadata line."""
 
 UNREGISTERED: Final = "unregistered"
 """Stands for the template of requests that none of the registered ones made."""
+
+RESERVED_NAMES: Final = (UNREGISTERED, "other")
+"""No template has these names: statistics put what exceeds their number of labels under ``other``."""
 
 _DOCUMENT_SLOTS: Final = frozenset({"context", "context_str", "documents"})
 """What LangChain and LlamaIndex call the place of documents in a prompt, and we."""

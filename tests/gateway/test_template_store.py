@@ -10,6 +10,7 @@ from gateway import local_file, template_store
 from gateway.canonical.registry import TemplateRegistry
 from gateway.config import TemplateConfig
 from gateway.errors import ConfigError, ConflictError, HeadstartError, InvalidRequestError, TemplateNotFoundError
+from gateway.stats.sums import OTHER
 from gateway.template_store import TemplateStore
 
 CONFIGURED = {"fixed": TemplateConfig("You are fixed at {now}.")}
@@ -111,8 +112,8 @@ def test_a_template_that_the_configuration_took_over_is_hidden_and_kept(tmp_path
         store = TemplateStore(path, templates)
         assert store.names() == []
         assert recognised(templates, "Old 1.") is None
-        await store.create("other", TemplateConfig("Other {x}."))
-        assert TemplateStore(path, TemplateRegistry({}, normalize=True)).names() == ["fixed", "other"]
+        await store.create("another", TemplateConfig("Other {x}."))
+        assert TemplateStore(path, TemplateRegistry({}, normalize=True)).names() == ["another", "fixed"]
 
     asyncio.run(scenario())
 
@@ -132,7 +133,7 @@ def test_versions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("name", ["", "unregistered", "a b", "a@1", "a/b", "é", "x" * 65, ".x", "-", "a\n"])
+@pytest.mark.parametrize("name", ["", "unregistered", OTHER, "a b", "a@1", "a/b", "é", "x" * 65, ".x", "-", "a\n"])
 def test_a_name_that_could_not_be_said_elsewhere_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         asyncio.run(TemplateStore(None, registry()).create(name, TemplateConfig("T {x}!")))
@@ -169,3 +170,13 @@ def test_a_file_that_is_none_of_ours_is_refused_at_start(tmp_path: Path, content
 def test_a_missing_folder_is_said_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="folder"):
         TemplateStore(tmp_path / "no" / "t.json", registry())
+
+
+def test_what_a_killed_gateway_left_half_written_is_cleared_away_at_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    asyncio.run(TemplateStore(path, registry()).create("a", TemplateConfig("A {x}!")))
+    for name in (".t.json.a1b2_c3d", ".t.json.bak", ".t.json.toolong12", ".u.json.a1b2_c3d", "t.json.a1b2_c3d"):
+        (tmp_path / name).write_text("{")
+    assert TemplateStore(path, registry()).names() == ["a"]
+    left = sorted(entry.name for entry in tmp_path.iterdir())
+    assert left == [".t.json.bak", ".t.json.toolong12", ".u.json.a1b2_c3d", "t.json", "t.json.a1b2_c3d"]

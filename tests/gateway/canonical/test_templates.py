@@ -99,9 +99,9 @@ def test_of_several_matching_templates_the_most_specific_wins() -> None:
     templates = {
         "a loose one": TemplateConfig("You help {everything}."),
         "close": TemplateConfig("You help {user} with taxes on {day}."),
-        "other": TemplateConfig("You answer {user}."),
+        "another": TemplateConfig("You answer {user}."),
     }
-    for names in (("a loose one", "close", "other"), ("close", "other", "a loose one")):
+    for names in (("a loose one", "close", "another"), ("close", "another", "a loose one")):
         registry = TemplateRegistry({name: templates[name] for name in names}, normalize=True)
         found = registry.recognize("You help Ann with taxes on Monday.")
         assert found is not None
