@@ -73,6 +73,11 @@ class Account:
         self._interval = (0.0, 0.0)
 
     @property
+    def is_planned(self) -> bool:
+        """Whether it was decided where the request goes."""
+        return self._plan is not None
+
+    @property
     def replica_id(self) -> str:
         """Where it was sent last."""
         return self._plan.replica_id if self._plan is not None else "none"

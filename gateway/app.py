@@ -30,7 +30,14 @@ from gateway.dashboard.feed import Feed
 from gateway.pins.metrics import PinsCollector
 from gateway.service import Gateway
 from gateway.stats.index_metrics import IndexCollector
-from gateway.stats.metrics import Exposition, LearningCollector, OrderingCollector, PromptsCollector, QualityCollector
+from gateway.stats.metrics import (
+    DispatchCollector,
+    Exposition,
+    LearningCollector,
+    OrderingCollector,
+    PromptsCollector,
+    QualityCollector,
+)
 from gateway.stats.statistics import Statistics
 
 __all__ = ["create_app"]
@@ -64,6 +71,7 @@ def create_app(gateway: Gateway) -> Litestar:
             PromptsCollector(gateway.prompts),
             QualityCollector(gateway.quality_report),
             PinsCollector(gateway.pins),
+            DispatchCollector(gateway.dispatcher),
         )
 
     def provide_proposals() -> TemplateProposals:

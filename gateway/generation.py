@@ -56,6 +56,8 @@ _RECOVERY_WAIT_S: Final = 30.0
 
 _POLL_S: Final = 0.05
 
+_NO_CODE: Final = "invalid_request"
+
 _ATTEMPTS: Final = 3
 """On so many replicas a request is tried at most: one that kills every engine it meets does not go round for ever."""
 
@@ -197,13 +199,15 @@ class Dispatcher:
         self._replicas: Final = replicas
         self._router: Final = router
         self._accounting: Final = accounting
-        self._max_queue: Final = max_queue
         self._timeout_s: Final = timeout_s
         self._on_served: Final = on_served
         self._on_load: Final = on_load
         self._on_dispatch: Final = on_dispatch
+        self.max_queue: Final = max_queue
         self.active = 0
-        """Requests that wait or run."""
+        """Requests that wait or run, at most ``max_queue``."""
+        self.refused: Counter[str] = Counter()
+        """Requests that were sent to no replica, by the code of the error that their callers got."""
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -212,7 +216,8 @@ class Dispatcher:
         Raises:
             OverloadedError: Too many requests are waiting or running.
         """
-        if self.active >= self._max_queue:
+        if self.active >= self.max_queue:
+            self.refused[OverloadedError.code] += 1
             raise OverloadedError(f"{self.active} requests are waiting or running, which is the limit; try again.")
         self.active += 1
         try:
@@ -252,6 +257,8 @@ class Dispatcher:
             # What the caller got wrong was never a request to a replica, and is no failure of one.
             if error.status >= 500:
                 account.close("failed")
+            if not account.is_planned:
+                self.refused[error.code or _NO_CODE] += 1
             raise
         except asyncio.CancelledError:
             account.close("aborted")

@@ -21,6 +21,7 @@ from gateway.attribution.memory import TokenMemory
 from gateway.canonical.learning.learner import MAX_WEIGHT, TemplateLearner
 from gateway.canonical.popularity import MAX_DOCUMENTS, MAX_PAIRS
 from gateway.canonical.resident import MAX_REMEMBERED
+from gateway.generation import Dispatcher
 from gateway.quality.report import QualityReport
 from gateway.quality.shadows import MAX_BYTES
 from gateway.replicas.base import ReplicaState
@@ -31,6 +32,7 @@ from gateway.stats.sums import BUCKETS_PER_DOUBLING, HoldOut, Labels, Sums, buck
 
 __all__ = [
     "CONTENT_TYPE",
+    "DispatchCollector",
     "Exposition",
     "LearningCollector",
     "OrderingCollector",
@@ -59,6 +61,10 @@ _HELD_OUT = (
     ("headstart_holdout_estimated_prefill_seconds", "Prefill time estimated for them.", "estimated_s"),
 )
 _TTFT_BUCKETS = range(0, 18 * BUCKETS_PER_DOUBLING + 1, BUCKETS_PER_DOUBLING)
+
+
+_ALERTED = ("context_length_exceeded", "no_replica", "overloaded")
+"""Refusals that are shown before there is one, so that the first of them is an increase."""
 
 
 class Exposition:
@@ -129,6 +135,27 @@ class PromptsCollector(Collector):
         """The family of one scrape."""
         text = f"Tokens of recent prompts; at most {self._prompts.capacity}."
         yield GaugeMetricFamily("headstart_remembered_prompt_tokens", text, value=float(self._prompts.tokens))
+
+
+class DispatchCollector(Collector):
+    """Requests in hand, how many there may be, and those that were refused."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of one scrape."""
+        dispatcher = self._dispatcher
+        refused = CounterMetricFamily(
+            "headstart_refused_requests", "Requests that were sent to no replica, by error.", labels=("code",)
+        )
+        for code in sorted({*_ALERTED, *dispatcher.refused}):
+            refused.add_metric((code,), dispatcher.refused[code])
+        yield refused
+        yield GaugeMetricFamily("headstart_requests_in_hand", "Requests that wait or run.", value=dispatcher.active)
+        yield GaugeMetricFamily(
+            "headstart_requests_limit", "How many may wait or run (limits.max_queue).", value=dispatcher.max_queue
+        )
 
 
 class QualityCollector(Collector):

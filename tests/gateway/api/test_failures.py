@@ -174,9 +174,15 @@ def test_more_than_the_queue_holds_is_refused(bench: Bench) -> None:
         assert refused.status == 503
         assert refused.json["error"]["code"] == "overloaded"
         assert refused.headers["retry-after"] == "1"
+        metrics = (await service.get("/metrics")).body.decode().splitlines()
+        assert 'headstart_refused_requests_total{code="overloaded"} 1.0' in metrics
+        assert "headstart_requests_in_hand 3.0" in metrics
+        assert "headstart_requests_limit 3.0" in metrics
         service.replica.let_go()
         assert [(await task).status for task in tasks] == [200] * 3
         assert (await service.complete("x")).status == 200
+        assert (await service.complete(bench.tokens(0, 3000))).json["error"]["code"] == "context_length_exceeded"
+        assert service.gateway.dispatcher.refused == {"overloaded": 1, "context_length_exceeded": 1}
 
     bench.run(scenario, with_limits(max_queue=3))
 
