@@ -13,16 +13,13 @@ takes to learn from. Prints one JSON object, and needs no engine.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import time
 from collections.abc import Iterable, Set
-from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 from rich.progress import MofNCompleteColumn
 
+from benchmarks.reference_log import log_parser, read_log
 from engine.wire import EngineInfo
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.proposals import TemplateProposals
@@ -59,34 +56,15 @@ class Boundless:
         return float(tokens)
 
 
-def read_log(folder: Path, requests: int, k: int) -> tuple[list[ChatRequest], dict[str, str]]:
-    """The log's first ``requests`` bodies with their ``k`` best documents each, and its templates."""
-    rows = map(json.loads, (folder / "corpus.jsonl").read_text().splitlines())
-    corpus = {row["doc_id"]: {"id": row["doc_id"], "title": row["title"], "text": row["text"]} for row in rows}
-    templates: dict[str, str] = json.loads((folder / "templates.json").read_text())
-    bodies = []
-    with gzip.open(folder / "requests.jsonl.gz", "rt") as lines:
-        for line, _ in zip(lines, range(requests), strict=False):
-            row = json.loads(line)
-            system = templates[row["template_id"]].format(**row["volatile"])
-            body = {
-                "model": "m",
-                "messages": [{"role": "system", "content": system}, {"role": "user", "content": row["query"]}],
-                "documents": [corpus[doc_id] for doc_id in row["doc_ids"][:k]],
-            }
-            bodies.append(msgspec.convert(body, ChatRequest))
-    return bodies, templates
-
-
 def make_path(
-    renderer: PromptRenderer, fleet: Boundless, templates: dict[str, str], learner: TemplateLearner | None
+    renderer: PromptRenderer, fleet: Boundless, templates: dict[str, TemplateConfig], learner: TemplateLearner | None
 ) -> RequestPath:
     """The gateway's request path; everything found or declared is moved."""
     return RequestPath(
         model="m",
         secret=b"benchmark",
         canonical=CanonicalConfig(hoist="apply"),
-        templates={name: TemplateConfig(text) for name, text in templates.items()},
+        templates=templates,
         renderer=renderer,
         router=fleet,
         learned=learner,
@@ -150,12 +128,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the log's folder")
-    parser.add_argument("--requests", type=int, default=5000)
-    parser.add_argument("--k", type=int, default=5, help="documents per request")
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    print_json(measure(parser.parse_args()))
+    print_json(measure(log_parser(__doc__).parse_args()))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.progress import MofNCompleteColumn, Progress, TaskID
 
+from benchmarks.reference_log import log_parser
 from gateway.cli.terminal import NOTES, fetch_model, print_json, progress_bar
 from gateway.config import Config
 from gateway.configuration import load_config, model_spec
@@ -91,11 +92,7 @@ def _advance(progress: Progress, task: TaskID, _: Outcome) -> None:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the log's folder")
-    parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--k", type=int, default=5, help="documents per request")
-    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser = log_parser(__doc__, requests=300)
     parser.add_argument("--kv-blocks", type=int, default=4096)
     parser.add_argument("--concurrency", type=int, default=2)
     arguments = parser.parse_args()

@@ -17,7 +17,15 @@ import msgspec
 from gateway.canonical.documents import Document
 from gateway.config import DocumentFormat
 
-__all__ = ["MAX_DOCUMENTS", "Region", "cut_documents", "find_in_message", "find_undeclared"]
+__all__ = [
+    "LLAMA_INDEX_CLOSING",
+    "LLAMA_INDEX_OPENING",
+    "MAX_DOCUMENTS",
+    "Region",
+    "cut_documents",
+    "find_in_message",
+    "find_undeclared",
+]
 
 MAX_DOCUMENTS: Final = 10_000
 """In a text that seems to hold more than any model could read, none are looked for: it would take seconds."""
@@ -40,10 +48,12 @@ _RULE: Final = re.compile(r"^-{10,}$", re.MULTILINE)
 _METADATA_LINE: Final = re.compile(r"([^\s:][^:\n]{0,63}): ")
 _NUMBER: Final = re.compile(r"^(?:\[(\d{1,4})\]|(\d{1,4})[.)])[ \t]+", re.MULTILINE)
 
-_LLAMA_INDEX_OPENING: Final = "Context information is below.\n---------------------\n"
-_LLAMA_INDEX_CLOSING: Final = (
+LLAMA_INDEX_OPENING: Final = "Context information is below.\n---------------------\n"
+LLAMA_INDEX_CLOSING: Final = (
     "\n---------------------\nGiven the context information and not prior knowledge, answer the query.\nQuery: "
 )
+"""What stands around the nodes in LlamaIndex's default question-answering prompt; the question follows."""
+
 _LANGCHAIN_OPENING: Final = (
     "Use the following pieces of context to answer the user's question.\nIf you don't know the answer, "
     "just say that you don't know, don't try to make up an answer.\n----------------\n"
@@ -128,11 +138,11 @@ def find_undeclared(text: str, *, system: bool) -> Region | None:
     """
     if system and text.startswith(_LANGCHAIN_OPENING):
         return cut_documents(text, "langchain", len(_LANGCHAIN_OPENING), len(text))
-    if not system and text.startswith(_LLAMA_INDEX_OPENING):
-        stop = text.find(_LLAMA_INDEX_CLOSING, len(_LLAMA_INDEX_OPENING))
+    if not system and text.startswith(LLAMA_INDEX_OPENING):
+        stop = text.find(LLAMA_INDEX_CLOSING, len(LLAMA_INDEX_OPENING))
         if stop >= 0:
-            rule = 1 + _LLAMA_INDEX_CLOSING.index("\n", 1)
-            return _enclosed(text, "llama-index", len(_LLAMA_INDEX_OPENING), stop, stop + rule)
+            rule = 1 + LLAMA_INDEX_CLOSING.index("\n", 1)
+            return _enclosed(text, "llama-index", len(LLAMA_INDEX_OPENING), stop, stop + rule)
     return _xml_region(text)
 
 

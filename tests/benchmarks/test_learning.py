@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.learning import Boundless, learn, make_path, read_log, replay
+from benchmarks.learning import Boundless, learn, make_path, replay
+from benchmarks.reference_log import read_log
 from engine.models.catalog import DEFAULT_MODEL, ensure_model
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.prompt import PromptRenderer
