@@ -81,6 +81,8 @@ class Audit:
         tokens: list[int] = []
         salt = None
         if event.parent_block_hash is not None:
+            if event.parent_block_hash not in self._prefixes:
+                return  # stored before this listened
             tokens, salt = self._prefixes[event.parent_block_hash]
         elif event.extra_keys and event.extra_keys[0]:
             (salt,) = event.extra_keys[0]
