@@ -174,8 +174,11 @@ class Gateway:
 
     @property
     def ready_replicas(self) -> int:
-        """How many replicas serve now."""
-        return sum(replica.state is ReplicaState.READY for replica in self.replicas.values())
+        """How many replicas serve now; one that is drained serves nobody new."""
+        return sum(
+            replica.state is ReplicaState.READY and not self.router.view(id).draining
+            for id, replica in self.replicas.items()
+        )
 
     def quality_report(self) -> QualityReport:
         """What is known of the order of documents, by template."""

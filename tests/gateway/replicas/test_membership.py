@@ -204,6 +204,9 @@ def test_a_drained_replica_is_named_and_gets_nothing_until_it_is_resumed(folder:
             replica_id(other.url),
         }
         assert (await ask(remote, "POST", "/admin/replicas/nobody/drain"))[0] == 404
+        for server in (one, other):
+            await ask(remote, "POST", f"/admin/replicas/{replica_id(server.url)}/drain")
+        assert (await ask(remote, "GET", "/ready"))[0] == (await remote.complete())[0] == 503
 
     play(folder, scenario, configured=2)
 
