@@ -190,6 +190,20 @@ ours = pytest.mark.parametrize("kind", ["scripted", "engine"])
 """What only our own engine tells and obeys."""
 
 
+def test_one_that_ends_is_started_again_by_this_gateway_or_has_an_address_of_its_own(
+    run: Callable[[Scenario], None],
+) -> None:
+    """A request may wait for the one; of the other nobody here knows whether it comes back."""
+
+    async def scenario(bench: Bench) -> None:
+        assert bench.replica.restarts is (bench.replica.url is None)
+        await bench.kill()
+        await until(lambda: bench.replica.state is ReplicaState.READY)
+        assert bench.heard.calls[-2:] == ["down", "ready"]
+
+    run(scenario)
+
+
 def test_an_answer_is_the_models_and_ends_once(run: Callable[[Scenario], None]) -> None:
     async def scenario(bench: Bench) -> None:
         outputs = await answer(bench.replica, ask(prompt(3, 40)))
