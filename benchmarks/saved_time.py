@@ -11,8 +11,8 @@ be (10 %, 85 to 95 %).
 from __future__ import annotations
 
 import argparse
-import functools
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,14 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     bodies = read_bodies(arguments.folder, requests=arguments.requests, k=arguments.k, model=gateway.model)
     async with serving(gateway) as url, Client(url) as client:
         await gateway.wait_ready(600)
+        outcomes, deadline = [], time.monotonic() + arguments.seconds
         with progress_bar(MofNCompleteColumn()) as progress:
-            advance = functools.partial(progress.advance, progress.add_task("requests", total=len(bodies)))
-            outcomes = await client.complete_all(bodies, 1, lambda outcome: advance())
+            task = progress.add_task("requests", total=len(bodies))
+            for body in bodies:
+                if time.monotonic() > deadline:
+                    break
+                outcomes.append(await client.complete(body))
+                progress.advance(task)
         for failure in {outcome.failure for outcome in outcomes if outcome.failure}:
             NOTES.print(failure, markup=False)
         totals = (await client.get_json("/admin/stats"))["totals"]
@@ -67,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the log's folder")
     parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="send no more after that time")
     parser.add_argument("--holdout", type=float, default=0.2, help="share kept from the cache")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--k", type=int, default=5, help="documents per request")
