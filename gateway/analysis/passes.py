@@ -179,8 +179,7 @@ class CanonicalPass(_Pass):
         tally = self.count(weighed.canonical.template, weighed.canonical.filled, first.length, hits)
         if not _bypasses(body):
             shown = _shown(weighed, first, None)
-            # Text that is no part of its own (documents in a system message) may be found in a cache all the same.
-            tally.anywhere += max(self._seen_anywhere(first.root, shown), *hits)
+            tally.anywhere += self._seen_anywhere(first.root, shown)
 
     def _seen_anywhere(self, root: bytes, shown: ShownPrompt) -> int:
         """Tokens that a cache could have had if documents were the same wherever they stand.

@@ -85,9 +85,10 @@ def make_report(job: Job, as_is: PassResult, canonical: PassResult) -> Report:
     )
     tokens = sum(tally.tokens for tally in canonical.tallies)
     anywhere = sum(tally.anywhere for tally in canonical.tallies)
-    rates = HitRates(
-        _rates(sizes, as_is.tallies), _rates(sizes, canonical.tallies), anywhere / tokens if tokens else 0.0
-    )
+    canonical_rates = _rates(sizes, canonical.tallies)
+    # Text that is no part of its own, like documents in a system message, may be found in a cache all the same.
+    bound = max(anywhere / tokens if tokens else 0.0, *canonical_rates.values())
+    rates = HitRates(_rates(sizes, as_is.tallies), canonical_rates, bound)
     analysis = Analysis(
         sum(tally.requests for tally in as_is.tallies),
         sum(tally.tokens for tally in as_is.tallies),

@@ -72,6 +72,13 @@ def test_canonicalization_finds_more_and_the_bound_more_still(
     assert rates.canonical["40"] < rates.canonical["inf"]
 
 
+def test_the_bound_is_one_also_where_documents_are_pasted_into_the_system_message(write_log: Writer, job: Jobs) -> None:
+    texts = "\n\n".join(document["text"] for document in DOCUMENTS)
+    lines = [chat(f"Answer from these.\n\n{texts}\n\nNumber {serial}", f"why {serial}?") for serial in range(20)]
+    rates = report_of(job(write_log(lines), templates={}, canonical=CanonicalConfig(hoist="off"))).analysis.hit_rate
+    assert 0.5 < rates.canonical["inf"] <= rates.position_independent
+
+
 def test_learned_fields_do_as_well_as_declared_ones_and_are_the_first_cause(
     log_lines: list[Any], write_log: Writer, job: Jobs
 ) -> None:
