@@ -70,7 +70,7 @@ class Account:
         self._block_size = 1
         self._elsewhere = 0
         self._curve: Curve | None = None
-        self._interval = (0.0, 0.0)
+        self._outlook = (1.0, 0.0, 0.0)
 
     @property
     def is_planned(self) -> bool:
@@ -92,7 +92,7 @@ class Account:
         accounting = self._accounting
         cost = accounting.statistics.prefill_cost(plan.replica_id)
         self._curve = cost.curve
-        self._interval = cost.interval(len(plan.token_ids))
+        self._outlook = cost.outlook(len(plan.token_ids))
         if plan.use_cache and self._curve is not None and accounting.held_out():
             plan = msgspec.structs.replace(plan, use_cache=False, predicted_cached=0, held_out=True)
         self._plan, self._model, self._block_size = plan, info.model, info.block_size
@@ -154,5 +154,5 @@ class Account:
         foretold = self._curve.seconds(prompt - cached, cached)
         cost = self._accounting.statistics.prefill_cost(self._plan.replica_id)
         cost.check(prompt - cached, foretold, spent)
-        low, high = self._interval
-        return HeldOut(spent, foretold, foretold * low, foretold * high)
+        factor, low, high = self._outlook
+        return HeldOut(spent, foretold * factor, foretold * low, foretold * high)

@@ -158,9 +158,10 @@ class PrefillCost:
         if curve is None:
             return _NOTHING
         left = prompt_tokens - cached_tokens
-        whole, rest = curve.seconds(prompt_tokens, 0), curve.seconds(left, cached_tokens)
-        seconds = max(0.0, whole - rest)
         spread = self._spread(prompt_tokens)
+        factor = spread.factor
+        whole, rest = factor * curve.seconds(prompt_tokens, 0), factor * curve.seconds(left, cached_tokens)
+        seconds = max(0.0, whole - rest)
         whole_low, whole_high = spread.interval
         rest_low, rest_high = self._spread(left).interval
         return Saving(
@@ -170,14 +171,18 @@ class PrefillCost:
             seconds * spread.bias,
         )
 
-    def interval(self, tokens: int) -> tuple[float, float]:
-        """Of ten prompts of which ``tokens`` are computed, nine take between so many times their estimate."""
-        return self._spread(tokens).interval
+    def outlook(self, tokens: int) -> tuple[float, float, float]:
+        """What to multiply the curve's seconds by for a prompt of which ``tokens`` are computed: the estimate, and the
+        ends of the interval that holds nine of ten.
+        """
+        spread = self._spread(tokens)
+        low, high = spread.interval
+        return spread.factor, spread.factor * low, spread.factor * high
 
     def check(self, tokens: int, estimated: float, measured: float) -> None:
-        """Learn how good estimates are from one request, of which ``tokens`` were computed; all in seconds.
+        """Learn how good the curve is from one request, of which ``tokens`` were computed; all in seconds.
 
-        ``estimated`` must be from before the request, or it has seen what it is to be held against.
+        ``estimated`` must be by the curve from before the request, or it has seen what it is to be held against.
         """
         if estimated > 0 and measured > 0:
             self._spread(tokens).add(measured / estimated)

@@ -1,4 +1,4 @@
-"""How far estimates are off: an interval that holds nine of ten of what is measured, learned from what was."""
+"""How far estimates are off: by how much all of them, and an interval that holds nine of ten of what is measured."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ _UNKNOWN: Final = (0.5, 2.0)
 _STEP: Final = 0.02
 _LEAST, _MOST = 0.01, 0.3
 _DRIFT: Final = 0.05  # weight of the latest ratio in the mean: it follows some twenty
+_ODD: Final = 0.5  # as a logarithm; a process that was paused is not a slow machine
 
 
 class Spread:
     """The ratios of what was measured to what was estimated over the last 200 requests. Owns them.
 
-    The interval lies between two of their quantiles, which are moved with each ratio so that in the long run it holds
-    ``COVERAGE`` of them, even where the machine becomes slower or noisier meanwhile (adaptive conformal inference,
-    Gibbs and Candès 2021).
+    ``factor`` is what estimates are to be multiplied by: the machine may have become slower within a few requests,
+    while the curve behind the estimates remembers many steps. All else is about estimates so corrected.
+
+    The interval lies between two quantiles of their ratios, which are moved with each ratio so that in the long run it
+    holds ``COVERAGE`` of them, even where the machine becomes noisier meanwhile (adaptive conformal inference, Gibbs
+    and Candès 2021).
     """
 
     def __init__(self) -> None:
@@ -36,10 +40,16 @@ class Spread:
         self._outside = 1 - COVERAGE  # the share of the kept ratios that the interval leaves out
         self._mean = 0.0  # of the ratios' logarithms
         self._variance = 0.0
+        self._seen = 0
+
+    @property
+    def factor(self) -> float:
+        """What was measured of late, divided by what had been estimated, in the mean."""
+        return math.exp(self._mean)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """From so many to so many times the estimate; half to double while too little is known."""
+        """From so many to so many times the corrected estimate; half to double while too little is known."""
         count = len(self._sorted)
         if count < _ENOUGH:
             return _UNKNOWN
@@ -52,17 +62,18 @@ class Spread:
         """By which part of themselves all estimates may be off together, at the same level of confidence."""
         if len(self._sorted) < _ENOUGH:
             return _UNKNOWN[1] - 1
-        of_the_mean = math.sqrt(self._variance * _DRIFT / (2 - _DRIFT))
-        return math.expm1(abs(self._mean) + 1.645 * of_the_mean)
+        return math.expm1(1.645 * math.sqrt(self._variance * _DRIFT / (2 - _DRIFT)))
 
     def add(self, ratio: float) -> None:
-        """Take in one more: what was measured, divided by what had been estimated."""
+        """Take in one more: what was measured, divided by what had been estimated, uncorrected."""
+        error = math.log(ratio) - self._mean
+        ratio /= self.factor
         if len(self._sorted) >= _ENOUGH:
             low, high = self.interval
             missed = not low <= ratio <= high
             self._outside = min(_MOST, max(_LEAST, self._outside + _STEP * (1 - COVERAGE - missed)))
-        error = math.log(ratio) - self._mean
-        self._mean += _DRIFT * error
+        self._seen += 1
+        self._mean += max(_DRIFT, 1 / (self._seen + 1)) * min(_ODD, max(-_ODD, error))
         self._variance = (1 - _DRIFT) * (self._variance + _DRIFT * error * error)
         self._ratios.append(ratio)
         insort(self._sorted, ratio)

@@ -24,7 +24,7 @@ def covered(spread: Spread, ratios: list[float]) -> float:
     inside = 0
     for ratio in ratios:
         low, high = spread.interval
-        inside += low <= ratio <= high
+        inside += low <= ratio / spread.factor <= high
         spread.add(ratio)
     return inside / len(ratios)
 
@@ -55,14 +55,22 @@ def test_with_few_requests_known_the_interval_is_half_to_double() -> None:
     assert spread.interval == (1.0, 1.0)
 
 
-def test_an_error_that_all_share_is_told_from_noise() -> None:
+def test_an_error_that_all_share_is_taken_out_within_a_few_requests() -> None:
     rng = random.Random(7)
-    noisy, shifted = Spread(), Spread()
-    for _ in range(400):
-        noisy.add(math.exp(rng.gauss(0, 0.1)))
-        shifted.add(1.2 * math.exp(rng.gauss(0, 0.1)))
-    assert noisy.bias < 0.1
-    assert 0.15 < shifted.bias < 0.35
+    spread = Spread()
+    for _ in range(300):
+        spread.add(math.exp(rng.gauss(0, 0.05)))
+    assert spread.factor == pytest.approx(1.0, abs=0.03)
+    for _ in range(60):
+        spread.add(1.5 * math.exp(rng.gauss(0, 0.05)))
+    assert spread.factor == pytest.approx(1.5, rel=0.06)
+
+
+def test_a_pause_of_the_process_is_no_slower_machine() -> None:
+    spread = Spread()
+    for number in range(100):
+        spread.add(20.0 if number % 50 == 49 else 1.0)
+    assert spread.factor < 1.05
 
 
 def fitted(requests: int = 0, noise: float = 0.0) -> PrefillCost:
@@ -78,11 +86,11 @@ def fitted(requests: int = 0, noise: float = 0.0) -> PrefillCost:
 def test_a_saving_is_the_difference_of_two_estimates_and_no_surer_than_both() -> None:
     cost = fitted(requests=100, noise=0.1)
     saving = cost.saved(1000, 700)
+    factor, low, high = cost.outlook(1000)
     whole, rest = cost.seconds(1000, 0), cost.seconds(300, 700)
-    assert saving.seconds == pytest.approx(whole - rest)
-    low, high = cost.interval(1000)
-    assert whole * (high - 1) < saving.above < whole * (high - 1) + rest
-    assert whole * (1 - low) < saving.below < whole * (1 - low) + rest
+    assert saving.seconds == pytest.approx((whole - rest) * factor)
+    assert whole * (high - factor) < saving.above < whole * (high - factor) + rest
+    assert whole * (factor - low) < saving.below < whole * (factor - low) + rest
 
 
 def test_nothing_saved_is_nothing_for_certain() -> None:
@@ -97,8 +105,8 @@ def test_short_and_long_prompts_have_intervals_of_their_own() -> None:
     for _ in range(100):
         cost.check(50, 1.0, math.exp(rng.gauss(0, 0.5)))
         cost.check(1000, 1.0, math.exp(rng.gauss(0, 0.01)))
-    assert cost.interval(1000)[1] < 1.1 < cost.interval(50)[1]
-    assert cost.interval(300) == (0.5, 2.0)  # nothing is known of these yet
+    assert cost.outlook(1000)[2] < 1.1 < cost.outlook(50)[2]
+    assert cost.outlook(300) == (1.0, 0.5, 2.0)  # nothing is known of these yet
 
 
 def test_in_sums_single_errors_average_out_and_a_shared_one_does_not(record: Record) -> None:
