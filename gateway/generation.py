@@ -190,11 +190,10 @@ class Dispatcher:
         timeout_s: float,
         on_served: Callable[[Generation], None] | None = None,
         on_load: Callable[[], None] | None = None,
-        on_dispatch: Callable[[str], None] | None = None,
     ) -> None:
         """``on_served`` hears of every request that was answered, at least in part, when it has ended.
 
-        ``on_load`` is called whenever ``active`` has grown, ``on_dispatch`` with the replica to which a request goes.
+        ``on_load`` is called whenever ``active`` has grown.
         """
         self._replicas: Final = replicas
         self._router: Final = router
@@ -202,7 +201,6 @@ class Dispatcher:
         self._timeout_s: Final = timeout_s
         self._on_served: Final = on_served
         self._on_load: Final = on_load
-        self._on_dispatch: Final = on_dispatch
         self.max_queue: Final = max_queue
         self.active = 0
         """Requests that wait or run, at most ``max_queue``."""
@@ -326,8 +324,6 @@ class Dispatcher:
             plan.tenant,
             terms.tenant.max_cached_blocks,
         )
-        if self._on_dispatch is not None:
-            self._on_dispatch(replica.id)
         async with AsyncExitStack() as attempt:
             flight = account.flight = attempt.enter_context(self._router.dispatch(plan))
             outputs = await attempt.enter_async_context(aclosing(replica.generate(request)))

@@ -111,6 +111,7 @@ class Gateway:
         )
         self.templates: Final = TemplateStore(_file(config.templates_file), self.path.templates)
         self.pins: Final = self._pins(secret)
+        self.router.when_dispatching(self.pins.dispatched)
         # In this order: choices read cost curves, and pins look at what is held.
         observers: list[ReplicaObserver] = [self.statistics, self.router, self.pins]
         observers += [part for part in (self.attribution, self.whatif) if part is not None]
@@ -139,7 +140,6 @@ class Gateway:
             timeout_s=config.limits.request_timeout_s,
             on_served=self._follow,
             on_load=lambda: self.shadows.arrived(),
-            on_dispatch=self.pins.dispatched,
         )
         self.shadows: Final = Shadows(
             self.replicas,

@@ -97,6 +97,7 @@ class Router:
         """What each replica is believed to hold."""
         self._states: dict[str, _ReplicaState] = {}
         self._dispatches = 0
+        self._on_dispatch: Callable[[str], None] | None = None
 
     # --- ReplicaObserver ---------------------------------------------------------------------------
 
@@ -185,6 +186,8 @@ class Router:
         state = self._states[plan.replica_id]
         self._dispatches += 1
         state.last_dispatch = self._dispatches
+        if self._on_dispatch is not None:
+            self._on_dispatch(plan.replica_id)
         with Flight(state.log, self._clock, plan, self.index) as flight:
             yield flight
 
@@ -199,6 +202,10 @@ class Router:
             keys = plan.keys[: (len(plan.token_ids) - 1) // size]  # the last prompt token is always computed
             most = max(most, size * next((index for index, key in enumerate(keys) if key not in held), len(keys)))
         return most
+
+    def when_dispatching(self, callback: Callable[[str], None]) -> None:
+        """Call back with the replica's id whenever a request is about to go to one."""
+        self._on_dispatch = callback
 
     def in_flight(self, replica_id: str) -> int:
         """Requests that are at a replica now."""
