@@ -170,6 +170,8 @@ class Comparison:
         self.audits: list[Audit] = []
         self.problems: list[str] = []
         self.placed: Counter[str] = Counter()
+        self.begun: Counter[str] = Counter()
+        """Streamed answers of which some text has come, by replica."""
         self.predicted = self.cached = self.prompt = self.counted = 0
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[Any, Any]:
@@ -227,22 +229,23 @@ class Comparison:
                             return "error", began, 0
                         tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
                         for choice in event["choices"]:
-                            began = began or bool(choice["delta"].get("content"))
+                            if not began and choice["delta"].get("content"):
+                                began = True
+                                self.begun[response.headers["x-headstart-replica"]] += 1
                             ended = choice["finish_reason"] or ended
         except aiohttp.ClientError as error:
             return type(error).__name__, began, 0
         return ended, began, tokens
 
-    async def kill_one(self, source: Iterator[dict[str, Any]], count: int) -> Counter[str]:
-        """Kill the first replica while ``count`` answers are on their way; how they ended."""
-        victim = self.servers[0]
+    async def kill_one(self, source: Iterator[dict[str, Any]], count: int) -> tuple[Counter[str], list[Server]]:
+        """Kill the replica that answers first while ``count`` answers are on their way.
+
+        How they ended, and the servers that are left.
+        """
         answers = [asyncio.create_task(self.stream(next(source))) for _ in range(count)]
-        while not any(flight.done() for flight in answers):
-            await asyncio.sleep(0.05)
-            state = {row["id"]: row for row in await self.rows()}[victim.id]
-            if state["in_flight"]:
-                break
-        await asyncio.sleep(1.0)
+        while not self.begun and not all(answer.done() for answer in answers):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        victim = next((server for server in self.servers if self.begun[server.id]), self.servers[0])
         os.killpg(victim.group, signal.SIGKILL)
         ends: Counter[str] = Counter()
         for how, began, tokens in await asyncio.gather(*answers):
@@ -253,15 +256,11 @@ class Comparison:
                 self.problems.append(
                     f"an answer ended with {how!r}, its first token {'had' if began else 'had not'} come"
                 )
+        if not self.begun[victim.id]:
+            self.problems.append("no answer of the killed replica had begun: nothing was shown")
         if self.gateway.router.index.holds(victim.id):
             self.problems.append("the killed replica is still credited with blocks")
-        return ends
-
-    async def rows(self) -> list[dict[str, Any]]:
-        """The replicas as the operator sees them."""
-        async with self.http.get(f"{self.base}/admin/replicas") as response:
-            rows: list[dict[str, Any]] = (await response.json())["replicas"]
-        return rows
+        return ends, [server for server in self.servers if server is not victim]
 
 
 async def compare(arguments: argparse.Namespace) -> bool:
@@ -298,9 +297,10 @@ async def compare(arguments: argparse.Namespace) -> bool:
             if number % 20 == 19:
                 print(f"{number + 1} requests, {time.monotonic() - started:.0f} s", file=sys.stderr)
         _report(comparison)
-        print(f"{'answers under the kill':>32}: {dict(await comparison.kill_one(source, arguments.streams))}")
+        ends, left = await comparison.kill_one(source, arguments.streams)
+        print(f"{'answers under the kill':>32}: {dict(ends)}")
         for _ in range(arguments.after):
-            await comparison.compare(next(source), servers[1:])
+            await comparison.compare(next(source), left)
         for listener in listeners:
             listener.cancel()
         for problem in comparison.problems:
