@@ -1,11 +1,12 @@
-"""Replay every policy on the reference traces and print how much of the gap between LRU and the optimum each closes.
+"""Replay every policy on the reference traces, and hold what they hit against the reference figures.
 
     python -m benchmarks.policies ../shared/data            # everything, about ten minutes on one quiet core
     python -m benchmarks.policies ../shared/data --policies lru,adaptive,opt --traces rag_hoisted --sizes 2,5
 
-Prefix semantics; rates are token hit rates in percent. Where `ORACLES.json` has a figure, the last column says by how
-many points ours differs from it. The RAG series are made from the request log with the default model's tokenizer.
-The speed column is block touches per second of processor time.
+A table per trace: token hit rates in percent under prefix semantics, how much of the gap between LRU and the optimum a
+policy closes, block touches per second of processor time, and by how many points a rate differs at most from
+`ORACLES.json`. Then one table with that difference for every policy and trace, and for plain objects, whose figures are
+libCacheSim's. The RAG series are made from the request log with the default model's tokenizer.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ SERIES = {
     "claude_code_A": "claude_code_A",
     "rag_hoisted": "xquad_en k5 relevance hoisted",
     "rag_as_is": "xquad_en k5 relevance as-is",
+    "rag_as_is_k10": "xquad_en k10 relevance as-is",
 }
+OBJECT_POLICIES = ("lru", "fifo", "opt")
+"""Compared as plain objects too: the policies that have one definition there."""
 
 
 def load(data: Path, name: str) -> Trace:
@@ -51,7 +55,11 @@ def load(data: Path, name: str) -> Trace:
     tokenizer = fetch_model("smollm2-135m-instruct") / "tokenizer.json"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.jsonl"
-        lines = rag_trace_lines(data / "rag_xquad_en", tokenizer, hoist=name == "rag_hoisted")
+        _, _, count = name.partition("_k")
+        documents = int(count or 5)
+        lines = rag_trace_lines(
+            data / "rag_xquad_en", tokenizer, hoist=name.startswith("rag_hoisted"), documents=documents
+        )
         path.write_text("\n".join(lines))
         return read_trace(path)
 
@@ -77,18 +85,48 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(REPLAY_POLICY_NAMES), help="default: all")
     parser.add_argument("--traces", default=",".join(SERIES), help="default: all")
     parser.add_argument("--sizes", default="1,2,5,10,20", help="percent of the trace's different blocks")
+    parser.add_argument("--no-objects", action="store_true", help="leave out the replays of plain objects")
     arguments = parser.parse_args()
     policies = arguments.policies.split(",")
     percents = [float(size) for size in arguments.sizes.split(",")]
     oracles = json.loads((arguments.data / "ORACLES.json").read_text())["eviction"]
+    off: dict[tuple[str, str, str], float] = {}
     for name in arguments.traces.split(","):
         trace = load(arguments.data, name)
-        reference = {size["cap"]: size["prefix"] for size in oracles[SERIES[name]]["own"]["caps"]}
+        series = oracles[SERIES[name]]
+        reference = {size["cap"]: size["prefix"] for size in series["own"]["caps"]}
         NOTES.print(f"{name}: {trace.accesses:,} touches of {trace.unique_blocks:,} blocks")
         results = {
             (policy, blocks): (rate, speed) for policy, blocks, rate, speed in measure(trace, policies, percents)
         }
+        for (policy, blocks), (rate, _) in results.items():
+            known = reference.get(blocks, {}).get(REFERENCE_NAMES.get(policy, ""))
+            if known is not None:
+                key = ("prefix", policy, name)
+                off[key] = max(off.get(key, 0.0), abs(rate - known["token"]))
         Console(width=120).print(table(name, policies, results, reference))
+        for size in series["own"]["caps"] if not arguments.no_objects else ():
+            if round(100 * size["cap"] / trace.unique_blocks) not in percents:
+                continue
+            libcachesim = series["libcachesim"] or {"caps": []}
+            hits = next((other["hit"] for other in libcachesim["caps"] if other["cap"] == size["cap"]), None)
+            for policy in OBJECT_POLICIES:
+                upper = policy.upper()
+                expected = size["plain"][f"{upper}_fwd"]["block"] if hits is None else hits[upper]
+                rate = replay(trace, policy, size["cap"], "object").block_hit_rate
+                key = ("object", policy, name)
+                off[key] = max(off.get(key, 0.0), abs(rate - expected))
+    Console(width=120).print(deviations(off))
+
+
+def deviations(off: dict[tuple[str, str, str], float]) -> Table:
+    """The largest difference to the reference over all sizes, in points, by policy and trace."""
+    traces = list(dict.fromkeys(trace for _, _, trace in off))
+    result = Table("semantics", "policy", *traces, title="Furthest off the reference at any size, in points")
+    for semantics, policy in dict.fromkeys((semantics, policy) for semantics, policy, _ in off):
+        cells = (off.get((semantics, policy, trace)) for trace in traces)
+        result.add_row(semantics, policy, *("" if cell is None else f"{100 * cell:.4f}" for cell in cells))
+    return result
 
 
 def table(

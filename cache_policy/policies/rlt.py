@@ -18,9 +18,14 @@ _SEED: Final = 0
 class RltPolicy(LeafPolicy):
     """Evicts a random leaf among those that were not used in the current phase.
 
-    A use marks a block; when every leaf is marked, a new phase begins and all marks go. This is randomized marking
-    (Fiat et al., 1991) restricted to leaves: no sequence of requests is as bad for it as some are for LRU. Draws
-    are seeded: the same history gives the same victims.
+    A use marks a block and all before it; when no leaf without a mark can leave, a new phase begins and all marks go.
+    This is randomized marking (Fiat et al., 1991) restricted to leaves: no sequence of requests is as bad for it as
+    some are for LRU.
+
+    The unit is a block here, one of the paper's tokens at a time there; as there, leaves are drawn evenly, and a leaf's
+    parent can be drawn after it. Its authors' code ends a phase when the marks fill the cache, which differs where
+    marked blocks are in use. Marks are set when a use ends, as all reports here. Draws are seeded: the same history
+    gives the same victims.
     """
 
     name = "rlt"

@@ -10,16 +10,21 @@ from cache_policy.policies.leaves import RankedPolicy
 __all__ = ["TlruPolicy"]
 
 _ALLOWANCE: Final = 16
-"""Blocks at the end of a prompt whose recomputation is taken to be no harm."""
+"""The threshold less what the next turn brings: so many blocks at the end may be computed again without harm."""
 
 
 class TlruPolicy(RankedPolicy):
     """LRU, but what no slow request would miss leaves before everything else.
 
-    A request is slow when it must compute more than a threshold of tokens; so the last blocks of a conversation, as
-    many as are below it, may be missing without harm, and long conversations keep their beginnings. In the paper
-    the allowance is the threshold less what the next turn brings along; here it is a fixed number of blocks. The end of
-    a conversation is that of the request which used the block last.
+    A request is slow when it must compute more than a threshold of tokens. Of a conversation of L blocks whose next
+    turn is expected to bring Q more, those from L + Q - threshold on may be missing without making that turn slow: they
+    leave first, in LRU's order, and only then the others, in LRU's order too. So long conversations keep their
+    beginnings. L is the length that the conversation had, however much of its end has left since.
+
+    Of the paper, whose threshold and Q are set for a service, only their difference counts, and it is a fixed number of
+    blocks here. Its conversations share nothing; a block that several share goes by the one that used it last. The
+    variants that know when a conversation ends or how long a turn will be are left out. What it minimizes are slow
+    first tokens, so that its hit rate is often below LRU's.
     """
 
     name = "tlru"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -24,28 +23,6 @@ TIMEOUT_S = 120.0
 ROOT = bytes(16)
 PROMPT = [10 + i % 500 for i in range(40)]
 CONFIG = EngineConfig(dtype="float32", kv_blocks=64, max_batch_tokens=32, threads=1)
-
-
-@pytest.fixture(scope="module")
-def tiny_model(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers with random weights, as a Hugging Face folder."""
-    torch = pytest.importorskip("torch")
-    from tokenizers import Tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    source = model_folder("chatml")
-    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3,
-        eos_token_id=2, bos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_bytes((source / name).read_bytes())
-    return folder
 
 
 def _ask(count: int) -> GenerationRequest:
