@@ -26,13 +26,13 @@ TIMEOUT_S = SECONDS + 120.0
 SWITCHES, ANSWERS_BETWEEN = 2 * len(POLICY_NAMES), 5
 """The short form: so many switches, each after so many more answers."""
 
-ENGINE = EngineConfig(dtype="float32", kv_blocks=96, max_batch_tokens=64, threads=1)
+ENGINE = EngineConfig(dtype="float32", kv_blocks=64, max_batch_tokens=64, threads=1)
 PROMPTS = [
     [10 + (97 * head + i) % 440 for i in range(80)] + [10 + (31 * tail + 7 * i) % 440 for i in range(20 + 9 * tail)]
     for head in range(4)
     for tail in range(5)
 ]
-"""Together more than twice as many blocks as the pool has, so that every policy has to evict."""
+"""Together more blocks than the pool has, so that every policy has to evict."""
 
 
 def test_a_policy_switched_under_load_fails_no_request_and_changes_no_token(tiny_model: Path) -> None:
