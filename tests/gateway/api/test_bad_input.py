@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.wire import Sampling
 from gateway.api import models, validation
+from gateway.config import Config, TemplateConfig
 from gateway.schema import MAX_DOCUMENTS
 
-from .conftest import MODEL, Answer, Bench, Service, with_limits
+from .conftest import BASE, MODEL, Answer, Bench, Service, with_limits
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -190,6 +192,70 @@ def test_i9_values_out_of_range_are_refused_by_name(bench: Bench) -> None:
         await _still_serves(service)
 
     bench.run(scenario)
+
+
+_NO_COUNTS: list[Any] = [-1, 1.5, "2", True, [1], {}, -(10**30)]
+OPTIONS: list[tuple[str, list[Any], str]] = [
+    *[(name, _NO_COUNTS, f"headstart.{name}") for name in ("keep_first", "keep_last", "max_displacement")],
+    ("hint", [1, "yes", [True], {}], "headstart.hint"),
+    ("order", ["", "random", "Cache-Aware", 1, True, ["canonical"], {}], "headstart.order"),
+    ("hoist", ["", "on", 1, True, ["apply"], {}], "headstart.hoist"),
+    ("template", ["absent", "", "greet@2", "greet@x", "x" * 5000, "\n"], "headstart.template"),
+    ("template", [1, True, ["greet"], {}], "headstart.template"),
+    ("fields", [{}, {"user": "Ann"}], "headstart.template"),
+    ("fields", [1, "x", ["user"], {"user": 1}, {"user": None}, {"user": ["x"]}], "headstart.fields"),
+]
+FIELDS: list[dict[str, Any] | None] = [
+    None,
+    {},
+    {"other": "x"},
+    {"user": "Ann", "other": "x"},
+    {"user": "two\nlines"},
+    {"user": "x" * 5000},
+]
+
+
+@pytest.mark.parametrize(("name", "values", "place"), OPTIONS)
+def test_i9_nonsense_in_the_headstart_object_is_refused_at_its_place(
+    name: str, values: list[Any], place: str, bench: Bench
+) -> None:
+    async def scenario(service: Service) -> None:
+        for value in values:
+            answer = await service.chat(headstart={name: value})
+            await _refused(service, answer)
+            assert answer.json["error"]["param"].startswith(place), (value, answer.body)
+        await _still_serves(service)
+
+    bench.run(scenario, _with_template())
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_i9_fields_that_their_template_does_not_declare_are_refused(fields: Any, bench: Bench) -> None:
+    async def scenario(service: Service) -> None:
+        answer = await service.chat(headstart={"template": "greet", "fields": fields})
+        await _refused(service, answer)
+        assert answer.json["error"]["param"].startswith("headstart.fields"), answer.body
+
+    bench.run(scenario, _with_template())
+
+
+@pytest.mark.parametrize("name", ["keep_first", "keep_last", "max_displacement"])
+def test_i9_limits_beyond_all_documents_hold_them_all_or_none(name: str, bench: Bench) -> None:
+    documents = [{"id": id, "text": "text"} for id in "cab"]
+
+    async def scenario(service: Service) -> None:
+        for value in (2**63 - 1, 10**30):
+            answer = await service.chat(documents=documents, headstart={"order": "canonical", name: value})
+            assert answer.status == 200, answer.body
+            prompt = service.gateway.renderer.decode(list(service.replica.submitted[-1].token_ids))
+            order = sorted("abc", key=lambda id: prompt.index(f"[Document {id}]"))
+            assert order == list("abc" if name == "max_displacement" else "cab")
+
+    bench.run(scenario)
+
+
+def _with_template() -> Config:
+    return msgspec.structs.replace(BASE, templates={"greet": TemplateConfig("Hello {user}.")})
 
 
 def test_i9_what_is_no_number_in_json_is_refused(bench: Bench) -> None:
