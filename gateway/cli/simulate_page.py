@@ -38,7 +38,10 @@ svg text { fill: var(--muted); font-size: 12px; }
 .swatch { display: inline-block; width: 14px; height: 0; border-top: 3px solid; margin-right: 8px;
   vertical-align: middle; }
 .swatch.ceiling { border-top-style: dashed; border-color: var(--text); }
-.scroll { overflow-x: auto; }
+.hit { fill: transparent; }
+.policy:hover .curve { stroke-width: 4; } .chart:has(.policy:hover) .policy:not(:hover, .ceiling) { opacity: 0.25; }
+.scroll { overflow-x: auto; } .scroll .chart { min-width: 600px; }
+th:first-child { position: sticky; left: 0; background: var(--card); }
 table { border-collapse: collapse; width: 100%; margin-top: 12px; }
 th, td { padding: 4px 10px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child { text-align: left; font-weight: 500; } thead th { color: var(--muted); font-weight: 500; }
@@ -59,9 +62,8 @@ def render_page(rows: Sequence[SimulationRow]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>Eviction policies by cache size</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
         "<h1>Eviction policies by cache size</h1>\n"
-        "<p>Share of input tokens found in the cache. The dashed line is the optimum, which knows the future.</p>\n"
-        + "".join(sections)
-        + "</main>\n</body>\n</html>\n"
+        "<p>Share of input tokens found in the cache. The dashed line is the optimum, which knows the future. "
+        "Point at a curve for its figures.</p>\n" + "".join(sections) + "</main>\n</body>\n</html>\n"
     )
 
 
@@ -84,7 +86,9 @@ def _chart(label: str, rows: Sequence[SimulationRow], policies: Sequence[str], c
     def y(rate: float) -> float:
         return _HEIGHT - _BOTTOM - rate / top * (_HEIGHT - _TOP - _BOTTOM)
 
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">\n']
+    parts = [
+        f'<div class="scroll"><svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">\n'
+    ]
     for step in range(6):
         rate = top * step / 5
         parts.append(
@@ -102,18 +106,20 @@ def _chart(label: str, rows: Sequence[SimulationRow], policies: Sequence[str], c
         stroke = "" if ceiling else f' style="stroke: {colours[policy]}"'
         fill = "" if ceiling else f' style="fill: {colours[policy]}"'
         extra = " ceiling" if ceiling else ""
-        parts.append(f'<polyline class="curve{extra}"{stroke} points="{points}"/>\n')
-        parts += (
-            f'<circle class="dot{extra}"{fill} r="3.5" cx="{x(row.blocks):.1f}" cy="{y(row.token_hit_rate):.1f}">'
-            f"<title>{policy}, {row.blocks:,} blocks: {100 * row.token_hit_rate:.2f} %</title></circle>\n"
-            for row in own
-        )
-    return "".join(parts) + "</svg>\n"
+        parts.append(f'<g class="policy{extra}"><polyline class="curve{extra}"{stroke} points="{points}"/>\n')
+        for row in own:
+            place = f'cx="{x(row.blocks):.1f}" cy="{y(row.token_hit_rate):.1f}"'
+            parts.append(
+                f'<circle class="dot{extra}"{fill} r="3.5" {place}/><circle class="hit" r="10" {place}>'
+                f"<title>{policy}, {row.blocks:,} blocks: {100 * row.token_hit_rate:.2f} %</title></circle>\n"
+            )
+        parts.append("</g>\n")
+    return "".join(parts) + "</svg></div>\n"
 
 
 def _ceiling(rate: float) -> float:
     """A round top of the scale, at least ``rate``, that five steps divide evenly."""
-    for top in (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8):
+    for top in (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         if rate <= top:
             return top
     return 1.0
