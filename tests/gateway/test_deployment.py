@@ -151,7 +151,7 @@ def test_services_know_each_other_by_the_names_and_ports_that_they_have() -> Non
     assert [str(replica) for replica in config.replicas] == ["http://vllm-0:8000", "http://vllm-1:8000"]
     for name in ("vllm-0", "vllm-1"):
         assert "--port=8000" in services[name]["command"]
-        assert f"--served-name={config.engine.served_name}" in services[name]["command"]
+        assert f"--served-model-name={config.engine.served_name}" in services[name]["command"]
         assert any(volume.endswith(f":{config.engine.model}:ro") for volume in services[name]["volumes"])
     assert config.redis.url == "redis://valkey:6379/0"
     assert "valkey" in services
@@ -250,7 +250,7 @@ def test_the_gateway_finds_its_replicas_and_valkey_by_their_services() -> None:
     assert vllm["clusterIP"] == "None"  # so that its name has every pod's address
     assert vllm["ports"][0]["port"] == 8000
     (container,) = of_kind("Deployment")["vllm"]["spec"]["template"]["spec"]["containers"]
-    assert f"--served-name={config.engine.served_name}" in container["args"]
+    assert f"--served-model-name={config.engine.served_name}" in container["args"]
     assert of_kind("Service")["valkey"]["spec"]["ports"][0]["port"] == 6379
     assert config.redis.url == "redis://valkey:6379/0"
 
