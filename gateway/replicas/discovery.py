@@ -20,7 +20,8 @@ import structlog
 
 from gateway.config import Config, ReplicaConfig
 from gateway.configuration import DNS_PREFIX, check_replicas, dns_replicas
-from gateway.errors import ConfigError
+from gateway.errors import ConfigError, HeadstartError
+from gateway.logs import where_from
 
 __all__ = ["Discovery", "Resolver", "read_replica_file", "system_resolver"]
 
@@ -84,8 +85,9 @@ class Discovery:
                 continue
             try:
                 urls = await self._behind(entry.url)
-            except OSError as error:
-                problems.append(f"{entry.url}: {error.strerror or error}")
+            except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
+                reason = error.strerror or error if isinstance(error, OSError) else "no host can have this name"
+                problems.append(f"{entry.url}: {reason}")
                 urls = self._addresses.get(entry.url, [])
             self._addresses[entry.url] = urls
             found |= {url: msgspec.structs.replace(entry, url=url) for url in urls}
@@ -100,7 +102,12 @@ class Discovery:
 
     async def _watch(self, found: Callable[[list[ReplicaConfig]], None]) -> None:
         while True:
-            found(await self.look())
+            try:
+                found(await self.look())
+            except Exception as error:  # whatever it was, the next look must not suffer
+                _log.error("replicas that were found cannot be used", error=where_from(error))
+                reason = error.message if isinstance(error, HeadstartError) else type(error).__name__
+                self.problems = (f"what was found cannot be used: {reason}",)
             await asyncio.sleep(self._interval_s)
 
     def _note(self, problems: tuple[str, ...]) -> None:

@@ -9,6 +9,8 @@ from gateway.config import Config, DiscoveryConfig, ReplicaConfig
 from gateway.errors import ConfigError
 from gateway.replicas.discovery import Discovery, read_replica_file
 
+from ..conftest import until
+
 
 class Names:
     """A resolver under a test's control."""
@@ -49,6 +51,39 @@ def test_addresses_come_and_go_and_a_resolver_that_fails_takes_none_out() -> Non
     names.addresses["vllm"] = ["10.0.0.9"]
     assert look(discovery) == ["http://10.0.0.9:80"]
     assert discovery.problems == ()
+
+
+def test_a_name_that_no_host_can_have_takes_no_other_replica_out() -> None:
+    names = Names(vllm=["10.0.0.7"])
+
+    async def resolve(host: str, port: int) -> list[str]:
+        host.encode("idna")  # as the system's resolver does first
+        return await names(host, port)
+
+    for impossible in ("a..b", "a" * 64):
+        discovery = Discovery(Config(replicas=(f"dns+http://{impossible}", "dns+http://vllm")), resolve=resolve)
+        assert look(discovery) == ["http://10.0.0.7:80"]
+        assert discovery.problems == (f"dns+http://{impossible}: no host can have this name",)
+
+
+def test_looking_goes_on_whatever_becomes_of_what_was_found() -> None:
+    found: list[str] = []
+
+    def refuse_the_first(replicas: list[ReplicaConfig]) -> None:
+        found.extend(replica.url for replica in replicas)
+        if len(found) == 1:
+            raise ConfigError("There is no tokenizer.")
+
+    async def main() -> None:
+        config = Config(replicas=("dns+http://vllm",), discovery=DiscoveryConfig(interval_s=0.1))
+        discovery = Discovery(config, resolve=Names(vllm=["10.0.0.7"]))
+        discovery.start(refuse_the_first)
+        await until(lambda: bool(discovery.problems))
+        assert discovery.problems == ("what was found cannot be used: There is no tokenizer.",)
+        await until(lambda: len(found) == 2 and not discovery.problems)
+        await discovery.stop()
+
+    asyncio.run(main())
 
 
 def file_of(path: Path, text: str) -> Path:
