@@ -78,8 +78,11 @@ class Membership:
         """Stop all of them for good: running requests get ``grace`` seconds to end."""
         self._stopping = True
         await self.discovery.stop()
-        for task in [*self._leaving.values(), *self._starting]:
+        ending = [*self._leaving.values(), *self._starting]
+        for task in ending:
             task.cancel()
+        if ending:
+            await asyncio.wait(ending)
         await asyncio.gather(*[replica.stop(grace) for replica in self.replicas.values()])
 
     def join(self, config: ReplicaConfig, source: Source) -> Replica:

@@ -128,11 +128,10 @@ class OpenAIReplica(ReplicaLife):
 
     async def stop(self, grace: float) -> None:
         """Stop for good: running requests get ``grace`` seconds to end, then are aborted."""
-        was_ready = self.state is ReplicaState.READY
         self._set_state(ReplicaState.STOPPED, "stopped")
         if self._served_models is not None:
             self._served_models.leave(self.id)
-        if was_ready and grace > 0:
+        if grace > 0:  # also where it was down: an answer that streams goes on while its connection does
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace):
                     await self._landed.wait()

@@ -188,6 +188,30 @@ def test_a_leaving_replica_ends_what_it_has(folder: Path) -> None:
     play(folder, main, configured=2)
 
 
+def test_a_replica_that_is_leaving_when_the_gateway_stops_ends_what_it_has_too(folder: Path) -> None:
+    async def scenario(remote: Remote, one: MockServer, other: MockServer) -> None:
+        go_on = asyncio.Event()
+
+        async def behave(talk: Talk) -> None:
+            await talk.tell(1)
+            await go_on.wait()
+            await talk.write(event(finish="stop") + usage(1) + DONE)
+
+        one.behave = behave
+        await ask(remote, "POST", f"/admin/replicas/{replica_id(other.url)}/drain")
+        running = asyncio.create_task(remote.complete(stream=True))
+        await until(lambda: one.open == 1)
+        await ask(remote, "DELETE", f"/admin/replicas/{replica_id(one.url)}")
+        ending = asyncio.create_task(remote.gateway.membership.stop(TIMEOUT_S))
+        await until(lambda: remote.gateway.replicas[replica_id(other.url)].state is ReplicaState.STOPPED)
+        go_on.set()
+        status, _, body = await running
+        assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+        await ending
+
+    play(folder, scenario, configured=2)
+
+
 def test_a_drained_replica_is_named_and_gets_nothing_until_it_is_resumed(folder: Path) -> None:
     async def scenario(remote: Remote, one: MockServer, other: MockServer) -> None:
         path = f"/admin/replicas/{replica_id(one.url)}"
