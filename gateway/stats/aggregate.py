@@ -34,8 +34,8 @@ class Aggregate:
     """What this process has counted since it started. Owns totals, timelines and the list of unwritten changes.
 
     At most ``max_series`` distinct combinations of labels are kept apart, and half of them for one tenant: templates
-    are learned from what it sends. What comes later is counted under ``other`` of the tenant or, at last, of the
-    replica. A combination never changes its place, so counters only grow.
+    are learned from what it sends. What comes later is counted under ``other`` of the tenant, then of the replica, and
+    at last, since replicas come and go, of all of them. A combination never changes its place, so counters only grow.
     """
 
     def __init__(self, max_series: int = 512) -> None:
@@ -108,12 +108,12 @@ class Aggregate:
     def _bounded(self, labels: Labels) -> Labels:
         if labels in self.totals:
             return labels
-        tenant = labels.tenant
-        if labels.template is not None and tenant is not None:
-            if len(self.totals) >= self._max_series:
-                labels = Labels(OTHER, OTHER, labels.replica, labels.model)
-            elif self._series[tenant] >= self._max_series // 2:
-                labels = Labels(OTHER, tenant, labels.replica, labels.model)
+        tenant, known = labels.tenant, len(self.totals)
+        if known >= self._max_series:
+            labels = labels.in_other(of_replica=known < 2 * self._max_series)
+        elif labels.template is not None and tenant is not None:
+            if self._series[tenant] >= self._max_series // 2:
+                labels = labels._replace(template=OTHER)
             else:
                 self._series[tenant] += 1
         self.totals.setdefault(labels, Sums())

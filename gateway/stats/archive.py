@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from gateway.stats.fleet import ARCHIVE
-from gateway.stats.sums import OTHER, Labels, Sums
+from gateway.stats.sums import Labels, Sums
 from gateway.stats.timeline import Table
 
 __all__ = ["FOLDABLE_AFTER_S", "MOST_EPOCHS", "Archive"]
@@ -92,8 +92,8 @@ class Archive:
             return  # what is not understood is not added up
         added: Table = {}
         for labels, sums in table.items():
-            if labels not in changed and len(changed) >= _MOST_LABELS and labels.template is not None:
-                labels = labels._replace(template=OTHER, tenant=OTHER)
+            if labels not in changed and len(changed) >= _MOST_LABELS:
+                labels = labels.in_other(of_replica=len(changed) < 2 * _MOST_LABELS)
             added[labels] = changed.setdefault(labels, Sums())
             added[labels].add(sums)
         fields = [part for labels, sums in added.items() for part in (_encode(labels), _encode(sums))]

@@ -44,6 +44,13 @@ class Labels(NamedTuple):
     replica: str
     model: str | None = None
 
+    def in_other(self, *, of_replica: bool) -> Labels:
+        """Where these figures are counted beyond the bound: with others of the replica, or of all replicas."""
+        template, tenant = self.template and OTHER, self.tenant and OTHER
+        if of_replica:
+            return Labels(template, tenant, self.replica, self.model)
+        return Labels(template, tenant, OTHER, self.model and OTHER)
+
 
 class Missed(msgspec.Struct, array_like=True):
     """What one cause cost a group of requests: so many of them missed ``tokens`` tokens for it.

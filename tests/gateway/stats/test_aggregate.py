@@ -110,6 +110,18 @@ def test_a_tenant_with_ever_new_templates_takes_no_other_ones_labels() -> None:
     assert (templates["a"].requests, templates["b"].requests, templates[OTHER].requests) == (1, 1, 96)
 
 
+def test_replicas_that_come_and_go_for_ever_do_not_add_up_in_memory() -> None:
+    aggregate = Aggregate(max_series=3)
+    for number in range(50):
+        passing = msgspec.structs.replace(record(0.0), replica=f"replica-{number}", model="m")
+        aggregate.record(passing)
+        aggregate.add_engine(passing.replica, 0.0, evictions=1, preemptions=0)
+    assert len(aggregate.totals) <= 2 * 3 + 2
+    total = Sums.of(aggregate.totals.values())
+    assert (total.requests, total.evictions) == (50, 50)
+    assert all(len(row) <= 2 * 3 + 2 for _, row in aggregate.timelines[MINUTE])
+
+
 def test_tables_show_the_largest_labels_and_sum_up_the_rest() -> None:
     table = {Labels(f"t{i}", "x", "r"): Sums(requests=i) for i in range(60)}
     shown = group(table, "template")

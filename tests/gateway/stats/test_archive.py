@@ -21,11 +21,11 @@ NOW = 1_900_000_000.0
 DAY = 24 * 3600.0
 
 
-def plant(valkey: Any, epoch: str, silent_for: float, requests: int, template: str = "t") -> None:
+def plant(valkey: Any, epoch: str, silent_for: float, requests: int, template: str = "t", replica: str = "r") -> None:
     with valkey.client() as client:
         client.zadd("headstart:epochs", {epoch: NOW - silent_for})
         sums = json.dumps({"requests": requests, "prompt_tokens": 10 * requests, "ttft": {"3": requests}})
-        client.hset(f"headstart:totals:{epoch}", mapping={f'["{template}","x","r","m"]': sums, "flush": "7"})
+        client.hset(f"headstart:totals:{epoch}", mapping={f'["{template}","x","{replica}","m"]': sums, "flush": "7"})
 
 
 def stored(valkey: Any) -> tuple[dict[str, float], int]:
@@ -89,6 +89,16 @@ def test_the_labels_of_the_archive_are_bounded(valkey: Any, monkeypatch: pytest.
     assert stored(valkey)[1] == 6
     with valkey.client() as client:
         assert client.hlen("headstart:totals:archive") == 2 + 1 + 1  # flush, and "other"
+
+
+def test_so_are_the_replicas_in_it(valkey: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "_MOST_LABELS", 2)
+    for number in range(8):
+        plant(valkey, f"old-{number}", 31 * DAY + number, 1, replica=f"r{number}")
+    fold(valkey)
+    assert stored(valkey)[1] == 8
+    with valkey.client() as client:
+        assert client.hlen("headstart:totals:archive") == 2 * 2 + 1 + 1  # flush, and "other"
 
 
 def test_what_is_not_understood_stays_where_it_is(valkey: Any) -> None:
