@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from gateway.canonical.templates import UNREGISTERED
-from gateway.errors import ReplicaLost, RequestTimeoutError
+from gateway.errors import HeadstartError, ReplicaLost, RequestTimeoutError
 from gateway.foreign import ForeignRequest, Owned
 from gateway.generation import Dispatcher
 from gateway.plan import Caller, Plan
@@ -129,39 +129,49 @@ class Forwarder:
             OverloadedError: Too many requests are waiting or running.
             HeadstartError: Why no replica could answer.
         """
-        self._path.check_model(owned.model)
         tried: set[str] = set()
+        account: _Account | None = None
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
         with self._dispatcher.admitted():
             while True:
-                plan, replica, body = self._place(request, owned, caller, tried)
-                account = _Account(self._statistics, plan, arrived)
-                begun = False
                 try:
-                    async with asyncio.timeout(self._timeout_s):
+                    plan, replica, body = self._place(request, owned, caller, tried)
+                except HeadstartError as error:
+                    if account is None:
+                        self._dispatcher.refuse(error)
+                    else:
+                        account.close("failed")
+                    raise
+                account = _Account(self._statistics, plan, arrived)
+                flight: Flight | None = None
+                try:
+                    async with asyncio.timeout_at(deadline):
                         with self._router.dispatch(plan) as flight:
                             async with replica.forward(request.route, body, headers) as answer:
-                                begun = True
                                 account.forwarding = Forwarding(plan, answer, flight)
                                 yield account.forwarding
                     account.close("ok")
                     return
                 except ReplicaLost as error:
                     tried.add(replica.id)
-                    if not begun and len(tried) < _ATTEMPTS and self._others(tried):
+                    if account.forwarding is None and len(tried) < _ATTEMPTS and self._others(tried):
                         _log.warning("request is tried again", replica=replica.id, reason=error.message)
                         continue
                     account.close("failed")
                     raise
                 except TimeoutError:
+                    if flight is not None and (account.forwarding is None or account.forwarding.first_at is None):
+                        flight.expired()
                     account.close("failed")
                     raise RequestTimeoutError(f"The request was ended after {self._timeout_s:.0f} s.") from None
-                except asyncio.CancelledError:
-                    account.close("aborted")
+                except BaseException as error:
+                    account.close("aborted" if isinstance(error, asyncio.CancelledError) else "failed")
                     raise
 
     def _place(
         self, request: ForeignRequest, owned: Owned, caller: Caller, tried: set[str]
     ) -> tuple[Plan, OpenAIReplica, bytes]:
+        self._path.check_model(owned.model)
         local = {id for id, replica in self._replicas.items() if not isinstance(replica, OpenAIReplica)}
         candidate = _chosen(request.affinity, self._router.candidates(local | tried))
         replica = self._replicas[candidate.replica_id]

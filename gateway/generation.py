@@ -215,8 +215,9 @@ class Dispatcher:
             OverloadedError: Too many requests are waiting or running.
         """
         if self.active >= self.max_queue:
-            self.refused[OverloadedError.code] += 1
-            raise OverloadedError(f"{self.active} requests are waiting or running, which is the limit; try again.")
+            full = OverloadedError(f"{self.active} requests are waiting or running, which is the limit; try again.")
+            self.refuse(full)
+            raise full
         self.active += 1
         try:
             if self._on_load is not None:
@@ -224,6 +225,10 @@ class Dispatcher:
             yield
         finally:
             self.active -= 1
+
+    def refuse(self, error: HeadstartError) -> None:
+        """Count a request that was sent to no replica, because of ``error``."""
+        self.refused[error.code or _NO_CODE] += 1
 
     @asynccontextmanager
     async def generate(
@@ -256,7 +261,7 @@ class Dispatcher:
             if error.status >= 500:
                 account.close("failed")
             if not account.is_planned:
-                self.refused[error.code or _NO_CODE] += 1
+                self.refuse(error)
             raise
         except asyncio.CancelledError:
             account.close("aborted")

@@ -35,7 +35,7 @@ _HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     )
 )
-"""RFC 9110, section 7.6.1: they are about one connection."""
+"""RFC 9110, section 7.6.1: they are about one connection, and so are those that a ``Connection`` header names."""
 
 _NOT_PASSED_ON: Final = _HOP_BY_HOP | {
     b"accept-encoding",  # the answer is to come as it is
@@ -54,10 +54,10 @@ async def relay(
 ) -> None:
     """Pass ``request``, whose body is ``data``, on and its answer back. Errors before its first byte are raised."""
     owned = decode_body(_owned_decoder, data)
+    named = b",".join(value for name, value in exchange.headers if name == b"connection")
+    left_out = _NOT_PASSED_ON.union(name.strip().lower() for name in named.split(b","))
     headers = {
-        name.decode("latin-1"): value.decode("latin-1")
-        for name, value in exchange.headers
-        if name not in _NOT_PASSED_ON
+        name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.headers if name not in left_out
     }
     headers["x-request-id"] = exchange.id
     headers.setdefault("content-type", "application/json")

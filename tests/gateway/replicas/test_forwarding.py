@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from gateway.config import ApiKey, Config
+from gateway.config import ApiKey, Config, LimitsConfig
 from gateway.foreign import ForeignRequest, foreign_request
 
 from ..conftest import until
@@ -176,7 +176,8 @@ def test_headers_travel_but_for_keys_cookies_and_those_of_the_connection(folder:
             authorization="Bearer sk-caller",
             cookie="a=b",
             traceparent="00-1-2-01",
-            **{"x-request-id": "mine", "OpenAI-Organization": "o"},
+            connection="keep-alive, X-Hop",
+            **{"x-request-id": "mine", "OpenAI-Organization": "o", "x-hop": "1"},
         )
         ((headers, body),) = server.chats
         assert headers["traceparent"] == "00-1-2-01"
@@ -184,6 +185,7 @@ def test_headers_travel_but_for_keys_cookies_and_those_of_the_connection(folder:
         assert headers["x-request-id"] == "mine"
         assert "authorization" not in headers
         assert "cookie" not in headers
+        assert "x-hop" not in headers
         assert json.loads(body)["priority"] == 1
 
     run(folder, scenario)
@@ -241,6 +243,37 @@ def test_q4_a_server_that_fails_before_its_answer_is_followed_by_another(folder:
             servers[0].chats.clear()
             remote.gateway.router.resume("replica-0")
             await until(lambda: remote.gateway.ready_replicas == 2)
+
+    run(folder, scenario, servers=2)
+
+
+def test_a_server_that_never_answers_has_failed_the_request(folder: Path) -> None:
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        async def wait(_request: web.Request, _body: bytes) -> web.StreamResponse:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        server.answer = wait
+        assert (await post(remote, chat(priority=1)))[0] == 504
+        assert remote.gateway.router.view("replica-0").failures == 1
+        totals = remote.gateway.statistics.snapshot().totals
+        assert (totals.requests, totals.failed) == (1, 1)
+
+    run(folder, scenario, config=msgspec.structs.replace(CONFIG, limits=LimitsConfig(request_timeout_s=0.2)))
+
+
+def test_a_request_whose_last_server_has_gone_meanwhile_is_recorded_as_failed(folder: Path) -> None:
+    async def scenario(remote: Remote, *servers: Relayed) -> None:
+        async def fail(_request: web.Request, _body: bytes) -> web.StreamResponse:
+            for id in ("replica-0", "replica-1"):
+                remote.gateway.router.drain(id)
+            return web.Response(status=500)
+
+        for server in servers:
+            server.answer = fail
+        assert (await post(remote, chat(priority=1)))[0] == 503
+        totals = remote.gateway.statistics.snapshot().totals
+        assert (totals.requests, totals.failed) == (1, 1)
 
     run(folder, scenario, servers=2)
 
@@ -320,5 +353,6 @@ def test_another_model_and_a_missing_one_are_refused_here(folder: Path) -> None:
         assert (await post(remote, chat(priority=1, model="other")))[0] == 404
         assert (await post(remote, b'{"messages": [], "priority": 1}'))[0] == 400
         assert server.chats == []
+        assert remote.gateway.dispatcher.refused["model_not_found"] == 1
 
     run(folder, scenario)
