@@ -53,4 +53,5 @@ class ReplicaLife:
         self._changed.set()
 
     def _not_ready(self) -> ReplicaUnavailable:
-        return ReplicaUnavailable(f"{self.id} is not ready: {self.down_reason or self.state}.")
+        reason = self.down_reason if self.url is None else None  # callers are told no server's address
+        return ReplicaUnavailable(f"{self.id} is not ready: {reason or self.state}.")

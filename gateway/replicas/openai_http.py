@@ -168,7 +168,7 @@ class OpenAIReplica(ReplicaLife):
                 reason = str(unfit)
                 for flight in list(self._flights):
                     if not flight.produced:
-                        flight.lose(reason)
+                        flight.lose(reason.replace(self._config.url, "the server"))  # their callers get to read it
             served_s = 0.0 if ready_at is None else time.monotonic() - ready_at
             pause_s = delay.after(served_s)
             self._down(reason)

@@ -285,7 +285,8 @@ def _takes_more(state: _ReplicaState) -> bool:
 def _why_not(state: _ReplicaState, avoided: bool) -> str:
     replica = state.replica
     if replica.state is not ReplicaState.READY:
-        return replica.down_reason or str(replica.state)
+        # That of a remote server has its address, which is the operator's to know (/admin/replicas), not the callers'.
+        return (replica.down_reason if replica.url is None else None) or str(replica.state)
     if state.draining:
         return "drained by the operator"
     if not state.breaker.admits:

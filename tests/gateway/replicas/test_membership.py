@@ -296,6 +296,28 @@ def test_addresses_behind_a_name_join_and_leave(folder: Path) -> None:
     )
 
 
+def test_callers_are_told_no_address_of_a_server_that_is_out_and_the_operator_is(folder: Path) -> None:
+    async def scenario(remote: Remote, server: MockServer) -> None:
+        port = server.url.rpartition(":")[2]
+        waiting = asyncio.Event()
+
+        async def behave(talk: Talk) -> None:
+            waiting.set()
+            await talk.wait_until_gone()
+
+        server.behave = behave
+        running = asyncio.create_task(remote.complete())
+        await waiting.wait()
+        server.health = 503
+        for status, _, body in (await running, await remote.complete()):
+            assert status in (502, 503)
+            assert replica_id(server.url).encode() in body
+            assert port.encode() not in body
+        assert port in (await rows(remote))[server.url]["down_reason"]
+
+    play(folder, scenario, servers=1, configured=1)
+
+
 def test_a_replica_with_another_model_than_the_others_is_refused_by_name(folder: Path) -> None:
     async def scenario(remote: Remote, one: MockServer, other: MockServer) -> None:
         other.cards = [{"id": "stranger", "root": "x", "max_model_len": 2048}]
