@@ -169,6 +169,7 @@ def check_replicas(entries: Iterable[ReplicaConfig | str], *, dns: bool = False)
         url = _replica_url(replica.url, dns=dns)
         if url in replicas:
             raise ConfigError(f"replicas: {url} is given twice.")
+        _check_events(replica)
         replicas[url] = msgspec.structs.replace(replica, url=url)
     return list(replicas.values())
 
@@ -186,6 +187,14 @@ def admitted_replica(entry: ReplicaConfig, config: Config) -> ReplicaConfig:
     if replica.events is not None or replica.events_replay is not None:
         raise PermissionDeniedError("Addresses of cache events are taken from the configuration file alone.")
     return replica
+
+
+def _check_events(replica: ReplicaConfig) -> None:
+    if replica.events is None and replica.events_replay is not None:
+        raise ConfigError("replicas: events_replay without events: nothing would be missed that could be asked for.")
+    for name, endpoint in (("events", replica.events), ("events_replay", replica.events_replay)):
+        if endpoint is not None and endpoint.startswith("tcp:") and not 0 < int(endpoint.rpartition(":")[2]) < 65536:
+            raise ConfigError(f"replicas: {name} {endpoint!r} has no port that there can be.")
 
 
 def _is_dns(replica: ReplicaConfig) -> bool:

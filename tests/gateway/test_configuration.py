@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,6 +130,19 @@ def test_a_quota_is_for_a_tenant_that_there_is() -> None:
     check_config(Config(keys={_DIGEST: ApiKey("acme")}, tenants={"acme": quota}))
     with pytest.raises(ConfigError, match="There are: acme"):
         check_config(Config(keys={_DIGEST: ApiKey("acme")}, tenants={"default": quota}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"events": "tcp://{host}:99999"}, "no port"),
+        ({"events": "tcp://{host}:5557", "events_replay": "tcp://{host}:0"}, "events_replay"),
+        ({"events_replay": "tcp://{host}:5558"}, "without events"),
+    ],
+)
+def test_addresses_of_cache_events_that_cannot_be_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_config(Config(replicas=(ReplicaConfig("http://10.0.0.1:8000", **settings),)))
 
 
 def test_replicas_are_urls_or_tables_and_their_urls_have_one_form(tmp_path: Path) -> None:
