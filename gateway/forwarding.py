@@ -104,13 +104,16 @@ class Forwarder:
         statistics: Statistics,
         *,
         timeout_s: float,
+        attributed: bool,
     ) -> None:
+        """``attributed``: misses have causes. Of prompts that nobody here reads it is that they were never seen."""
         self._replicas: Final = replicas
         self._path: Final = path
         self._router: Final = router
         self._dispatcher: Final = dispatcher
         self._statistics: Final = statistics
         self._timeout_s: Final = timeout_s
+        self._attributed: Final = attributed
 
     @property
     def available(self) -> bool:
@@ -142,7 +145,7 @@ class Forwarder:
                     else:
                         account.close("failed")
                     raise
-                account = _Account(self._statistics, plan, arrived)
+                account = _Account(self._statistics, plan, arrived, attributed=self._attributed)
                 flight: Flight | None = None
                 try:
                     async with asyncio.timeout_at(deadline):
@@ -208,8 +211,9 @@ def _chosen(affinity: bytes, candidates: list[Candidate]) -> Candidate:
 class _Account:
     """Turns one request into one record, once."""
 
-    def __init__(self, statistics: Statistics, plan: Plan, arrived: float) -> None:
+    def __init__(self, statistics: Statistics, plan: Plan, arrived: float, *, attributed: bool) -> None:
         self._statistics = statistics
+        self._attributed = attributed
         self._plan = plan
         self._arrived = arrived
         self.forwarding: Forwarding | None = None
@@ -222,6 +226,8 @@ class _Account:
         usage = _Usage() if forwarding is None else forwarding.usage
         details = usage.prompt_tokens_details
         first_at = None if forwarding is None else forwarding.first_at
+        cached = min((details.cached_tokens if details is not None else None) or 0, usage.prompt_tokens)
+        missed = usage.prompt_tokens - cached
         self._statistics.record(
             RequestRecord(
                 finished_at=time.time(),
@@ -230,10 +236,11 @@ class _Account:
                 replica=self._plan.replica_id,
                 status=status,
                 prompt_tokens=usage.prompt_tokens,
-                cached_tokens=(details.cached_tokens if details is not None else None) or 0,
+                cached_tokens=cached,
                 completion_tokens=usage.completion_tokens,
                 ttft_s=None if first_at is None else first_at - self._arrived,
                 prefill_s=0.0,
                 saved_prefill_s=0.0,
+                missed={"never_seen": missed} if self._attributed and missed else {},
             )
         )

@@ -154,6 +154,7 @@ class Gateway:
             self.dispatcher,
             self.statistics,
             timeout_s=config.limits.request_timeout_s,
+            attributed=self.attribution is not None,
         )
         self._when_draining: list[Callable[[], None]] = [self.shadows.close, self.pins.close]
         for replica in replicas:

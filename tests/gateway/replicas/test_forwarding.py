@@ -164,6 +164,9 @@ def test_an_answer_comes_back_byte_for_byte_with_its_headers(folder: Path) -> No
         assert headers["content-type"].startswith("text/event-stream")
         totals = remote.gateway.statistics.snapshot().totals
         assert (totals.requests, totals.prompt_tokens, totals.cached_prompt_tokens) == (2, 14, 4)
+        async with remote.http.get(f"{remote.url}/admin/misses") as response:
+            misses = await response.json()
+        assert sum(row["tokens"] for row in misses["causes"].values()) == misses["missed_tokens"] == 10
 
     run(folder, scenario)
 
