@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from gateway.logs import where_from
 from gateway.replicas.kv_events import KvEvents
 
 __all__ = ["KvSubscription"]
@@ -102,7 +103,12 @@ class KvSubscription:
 
     async def _receive(self, subscriber: zmq.asyncio.Socket) -> None:
         while True:
-            self._events.receive(await subscriber.recv_multipart())
+            frames = await subscriber.recv_multipart()
+            try:
+                self._events.receive(frames)
+            except Exception as error:  # an observer's: without the reset what it has not heard would count as exact
+                _log.error("cache events could not be taken in", replica=self._name, error=where_from(error))
+                self._events.sequence.reset()
             self._heard.set()
 
     async def _is_connection(self, monitor: zmq.asyncio.Socket) -> bool:

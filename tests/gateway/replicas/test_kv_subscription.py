@@ -177,6 +177,21 @@ def test_what_nobody_publishes_is_a_problem_in_words() -> None:
     run(main())
 
 
+def test_what_a_listener_fails_to_take_in_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.agree()
+
+        def fail(*_: object) -> None:
+            monkeypatch.undo()
+            raise RuntimeError
+
+        monkeypatch.setattr(ResidencyIndex, "stored", fail)
+        await bench.publish(900)
+        await bench.agree()
+
+    play(scenario, before=4)
+
+
 def test_rubbish_is_counted_and_the_feed_goes_on() -> None:
     async def scenario(bench: Bench) -> None:
         await bench.agree()
