@@ -15,7 +15,8 @@ def test_c12_a_reset_says_what_it_could_do_and_harms_no_running_request(roomy: S
             during = await client.reset()
             assert during.status == 202
             assert during.json["status"] == "deferred"
-            assert during.json["replicas"]["engine-0"]["kept"] > 0
+            (engine,) = during.json["replicas"].values()
+            assert engine["kept"] > 0
             assert text + await stream.rest() == undisturbed
         await client.idle()
         assert (await client.complete(prompt, **fields)).cached == 0, "what was computed before the reset was hit"
@@ -23,7 +24,8 @@ def test_c12_a_reset_says_what_it_could_do_and_harms_no_running_request(roomy: S
         after = await client.reset()
         assert after.status == 200
         assert after.json["status"] == "done"
-        assert after.json["replicas"]["engine-0"]["dropped"] > 0
+        (engine,) = after.json["replicas"].values()
+        assert engine["dropped"] > 0
         again = await client.complete(prompt, **fields)
         assert (again.cached, again.text) == (0, undisturbed)
 
