@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 import re
 import shutil
@@ -327,7 +328,7 @@ def test_the_policy_is_switched_where_its_alternatives_are_shown(site: Site, bro
     rng = random.Random(1)
     for number in range(600):
         name = rng.randrange(5) if rng.random() < 0.5 else 100 + number
-        keys = [name.to_bytes(4, "little") + bytes([i]) + b"\0" * 11 for i in range(20)]
+        keys = [hashlib.blake2b(b"%d %d" % (name, i), digest_size=16).digest() for i in range(20)]
         site.whatif.observe("engine-0", keys, 321, 0)
     with opened(browser, f"{site.url}#eviction") as tab:
         section = tab.get_by_role("region", name="Eviction what if, last hour").first

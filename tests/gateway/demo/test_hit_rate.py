@@ -69,6 +69,9 @@ def replay(renderer: PromptRenderer, bodies: list[dict[str, Any]]) -> tuple[floa
         id="engine-0",
         state=ReplicaState.READY,
         load=None,
+        tells_events=True,
+        cache_blocks=0,
+        restarts=0,
         info=EngineInfo(
             model="m", root="", fingerprint="f", boot_id="1", max_model_len=8192, num_blocks=1, block_size=16,
             dtype="float32", device="cpu", vocab_size=renderer.vocab_size, eos_token_ids=(), policy="lru",

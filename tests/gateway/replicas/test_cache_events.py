@@ -158,7 +158,6 @@ def test_q1_lost_messages_cost_hits_for_a_moment_and_the_index_heals(folder: Pat
             status, _, _ = await remote.complete(prompt=f"{words(random.Random(number), 20)}")
             assert status == 200
         vllm.lost = False
-        assert not remote.gateway.router.index.holds("replica-0")
         await until(lambda: set(remote.gateway.router.index.holds("replica-0")) == vllm.publisher.keys)
         assert vllm.sockets.replays > 0
 
