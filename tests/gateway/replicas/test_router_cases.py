@@ -127,7 +127,9 @@ def test_q8_a_server_that_fails_every_request_gets_few_and_then_traffic_again(
     async def scenario(remote: Remote, bad: MockServer, good: MockServer) -> None:
         monkeypatch.setattr(RestartDelay, "after", lambda delay, served_s: 0.0)  # its state is seen again at once
         clock = [time.monotonic()]
-        monkeypatch.setattr(remote.gateway.router, "_clock", lambda: clock[0])
+        router = remote.gateway.router
+        for timed in (router, *(state.breaker for state in router._states.values())):
+            monkeypatch.setattr(timed, "_clock", lambda: clock[0])
         state = {"healed": False}
         bad.behave = closing(state)
         for number in range(120):
