@@ -1,34 +1,16 @@
 // Learned templates: which fields were found in system prompts that nobody declared, and what is done with them.
-import { html, useCallback, useState } from "./vendor/htm-preact.js";
+import { html, useState } from "./vendor/htm-preact.js";
 import { count, percent, plural } from "./format.js";
-import { Missing, usePolled } from "./polled.js";
+import { Missing, useAct, usePolled } from "./polled.js";
 
-const URL_TEMPLATES = new URL("../../admin/templates", import.meta.url);
 const ACTIONS = { apply: "Move the fields", suggest: "Only propose", off: "Leave it alone" };
 const STATES = { apply: "moved", suggest: "proposed", off: "left alone", declared: "left alone" };
 
 export function Learned({ keyHeader }) {
   const [found, load] = usePolled("templates", keyHeader);
-  const [said, setSaid] = useState("");
-
-  const decide = useCallback(
-    async (proposal, hoist) => {
-      setSaid("");
-      try {
-        const response = await fetch(`${URL_TEMPLATES}/${proposal.id}`, {
-          method: "POST",
-          headers: { "content-type": "application/json", ...keyHeader },
-          body: JSON.stringify({ hoist }),
-        });
-        const body = await response.json();
-        setSaid(body.error ? body.error.message : `${body.name}: ${STATES[body.hoist]} from now on.`);
-      } catch {
-        setSaid("The gateway cannot be reached.");
-      }
-      await load();
-    },
-    [load],
-  );
+  const [said, send] = useAct(keyHeader, load);
+  const decide = (proposal, hoist) =>
+    send("POST", `templates/${proposal.id}`, (now) => `${now.name}: ${STATES[now.hoist]} from now on.`, { hoist });
 
   if (found === null || found.problem) return html`<${Missing} title="Volatile fields found" said=${found} />`;
   const { proposals, learning, hoist } = found;

@@ -1,26 +1,14 @@
 // The prefixes that stay in the caches: what they take, where they are, and how long they stay.
-import { html, useCallback, useState } from "./vendor/htm-preact.js";
+import { html } from "./vendor/htm-preact.js";
 import { count, percent, plural, share, time } from "./format.js";
-import { Missing, usePolled } from "./polled.js";
+import { Missing, useAct, usePolled } from "./polled.js";
 
 const STATES = { resident: "resident", warmed: "warmed", warming: "being warmed", waiting: "waiting for a replica", not_resident: "not resident" };
 
 export function Pins({ keyHeader }) {
   const [report, load] = usePolled("pins", keyHeader);
-  const [said, setSaid] = useState("");
-  const remove = useCallback(
-    async (pin) => {
-      setSaid("");
-      try {
-        const response = await fetch(new URL(`../../admin/pins/${encodeURIComponent(pin.id)}`, import.meta.url), { method: "DELETE", headers: keyHeader });
-        setSaid(response.ok ? `${pin.id} is pinned no more.` : (await response.json()).error.message);
-      } catch {
-        setSaid("The gateway cannot be reached.");
-      }
-      await load();
-    },
-    [load],
-  );
+  const [said, send] = useAct(keyHeader, load);
+  const remove = (pin) => send("DELETE", `pins/${encodeURIComponent(pin.id)}`, () => `${pin.id} is pinned no more.`);
   if (report === null || report.problem) return html`<${Missing} title="Pins" said=${report} />`;
   return html`<section class="card pins" aria-labelledby="pins-title">
     <div class="bar-title">

@@ -25,6 +25,31 @@ export function usePolled(path, keyHeader) {
   return [said, load];
 }
 
+// What the operator does: returns what came of the last act in words, and a function that sends one and asks `load` again.
+// `spoken` makes the words out of the answer, null where it has no body.
+export function useAct(keyHeader, load) {
+  const [said, setSaid] = useState("");
+  const act = useCallback(
+    async (method, path, spoken, body) => {
+      setSaid("");
+      try {
+        const response = await fetch(new URL(`../../admin/${path}`, import.meta.url), {
+          method,
+          headers: body ? { "content-type": "application/json", ...keyHeader } : keyHeader,
+          body: body && JSON.stringify(body),
+        });
+        const answer = response.status === 204 ? null : await response.json();
+        setSaid(response.ok ? spoken(answer) : (answer.error?.message ?? `The gateway answered ${response.status}.`));
+      } catch {
+        setSaid("The gateway cannot be reached.");
+      }
+      await load();
+    },
+    [load, keyHeader.authorization],
+  );
+  return [said, act];
+}
+
 // What stands in place of figures that are not there.
 export function Missing({ title, said }) {
   return html`<section class="card" aria-label=${title}><h2>${title}</h2><p class=${said ? "note bad" : "note"}>${said ? said.problem : "Loading…"}</p></section>`;

@@ -1,28 +1,16 @@
 // The replicas as the router sees them: what they serve, what is believed of their caches, and whether they get requests.
-import { html, useCallback, useState } from "./vendor/htm-preact.js";
+import { html } from "./vendor/htm-preact.js";
 import { count, percent, plural, seconds } from "./format.js";
-import { Missing, usePolled } from "./polled.js";
+import { Missing, useAct, usePolled } from "./polled.js";
 
 const BREAKERS = { closed: ["good", "closed"], open: ["bad", "open"], half_open: ["idle", "half open"] };
 const STATES = { ready: "good", starting: "idle", stopped: "idle", down: "bad" };
 
 export function Replicas({ keyHeader }) {
   const [list, load] = usePolled("replicas", keyHeader);
-  const [said, setSaid] = useState("");
-  const act = useCallback(
-    async (id, action) => {
-      setSaid("");
-      try {
-        const response = await fetch(new URL(`../../admin/replicas/${encodeURIComponent(id)}/${action}`, import.meta.url), { method: "POST", headers: keyHeader });
-        const body = await response.json();
-        setSaid(body.error ? body.error.message : action === "drain" ? `${id} gets no new requests.` : `${id} gets requests again.`);
-      } catch {
-        setSaid("The gateway cannot be reached.");
-      }
-      await load();
-    },
-    [load],
-  );
+  const [said, send] = useAct(keyHeader, load);
+  const act = (id, action) =>
+    send("POST", `replicas/${encodeURIComponent(id)}/${action}`, () => (action === "drain" ? `${id} gets no new requests.` : `${id} gets requests again.`));
   if (list === null || list.problem) return html`<${Missing} title="Routing" said=${list} />`;
   return html`<section class="card routed" aria-labelledby="routed-title">
     <div class="bar-title">
