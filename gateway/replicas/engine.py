@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
@@ -14,10 +13,9 @@ import structlog
 
 from engine.wire import Abort, Call, EngineInfo, FromEngine, Output, Reply, StepReport
 from gateway.errors import HeadstartError, ReplicaError
-from gateway.replicas.base import EventHealth, GenerationRequest, ReplicaState
+from gateway.replicas.base import GenerationRequest, ReplicaState
 from gateway.replicas.connection import EngineConnection
-from gateway.replicas.inflight import InFlight
-from gateway.replicas.life import ReplicaLife
+from gateway.replicas.own_engine import OwnEngineReplica
 from gateway.replicas.supervisor import EngineLauncher, EngineProcess, RestartDelay
 
 __all__ = ["EngineReplica"]
@@ -34,18 +32,17 @@ class _LifeEnded(Exception):
     """Why the engine does not serve (any longer), in words."""
 
 
-class EngineReplica(ReplicaLife):
+class EngineReplica(OwnEngineReplica):
     """A ``gateway.replicas.base.Replica`` over ``engine.wire``.
 
     With a launcher it owns the engine process and starts it again when it ends, after a growing pause; with a path
-    it connects, again and again, to an engine that somebody else runs. Owns the connection, the requests in flight
-    and the ``Replica`` attributes; belongs to one event loop.
+    it connects, again and again, to an engine that somebody else runs. Owns the connection beside what
+    ``OwnEngineReplica`` owns; belongs to one event loop.
     """
 
     def __init__(self, id: str, source: EngineLauncher | Path) -> None:
         super().__init__(id, restarts=isinstance(source, EngineLauncher))
         self._source = source
-        self._in_flight = InFlight()
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._last_call = 0
         self._connection: EngineConnection | None = None
@@ -53,21 +50,6 @@ class EngineReplica(ReplicaLife):
         self._ready_since: float | None = None
         self._life: asyncio.Task[None] | None = None
         self._log = _log.bind(replica=id)
-
-    @property
-    def tells_events(self) -> bool:
-        """Whether its cache events tell all that becomes of its blocks: its stream is in order and has no gaps."""
-        return True
-
-    @property
-    def cache_blocks(self) -> int:
-        """Blocks that its cache has room for; 0 before it has told."""
-        return 0 if self.info is None else self.info.num_blocks
-
-    @property
-    def event_health(self) -> EventHealth | None:
-        """None: its events come with its answers."""
-        return None
 
     @property
     def pid(self) -> int | None:
@@ -83,12 +65,7 @@ class EngineReplica(ReplicaLife):
 
     async def stop(self, grace: float) -> None:
         """Stop for good: running requests get ``grace`` seconds to end, then are aborted."""
-        was_ready = self.state is ReplicaState.READY
-        self._set_state(ReplicaState.STOPPED, "stopped")
-        if was_ready and grace > 0:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._in_flight.wait_idle(), grace)
-        self._in_flight.lose("the replica was stopped")
+        await self._stop_answering(grace)
         if self._life is not None:
             self._life.cancel()
             await asyncio.wait([self._life])
@@ -230,13 +207,7 @@ class EngineReplica(ReplicaLife):
     def _receive(self, message: FromEngine) -> None:
         match message:
             case StepReport():
-                self._in_flight.deliver(message.outputs)
-                self.load = message.load
-                for observer in self._observers:
-                    if message.events:
-                        observer.on_events(self, message.events)
-                    if message.timing is not None:
-                        observer.on_step(self, message.timing, message.load)
+                self._take(message)
             case EngineInfo():
                 self._ready(message)
             case Reply():

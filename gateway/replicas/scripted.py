@@ -7,7 +7,6 @@ So counts of cached tokens, evictions, finish reasons and refusals are the real 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Final
@@ -19,10 +18,10 @@ from engine.core import EngineCore
 from engine.detokenize import IncrementalDetokenizer
 from engine.errors import CallError
 from engine.scripted import ScriptedRunner
-from engine.wire import EngineInfo, Load, Output, StepReport, StepTiming
-from gateway.errors import ReplicaError, ReplicaUnavailable
-from gateway.replicas.base import EventHealth, GenerationRequest, ReplicaObserver, ReplicaState
-from gateway.replicas.inflight import InFlight
+from engine.wire import EngineInfo, Output, StepTiming
+from gateway.errors import ReplicaError
+from gateway.replicas.base import GenerationRequest, ReplicaState
+from gateway.replicas.own_engine import OwnEngineReplica
 
 __all__ = ["ScriptedReplica", "scripted_info"]
 
@@ -61,7 +60,7 @@ def scripted_info(
     )
 
 
-class ScriptedReplica:
+class ScriptedReplica(OwnEngineReplica):
     """A ``gateway.replicas.base.Replica`` in this process. Owns its engine core; belongs to one event loop.
 
     The next token depends on all tokens before it, as read back through the cache, so a wrong block gives a wrong
@@ -69,22 +68,13 @@ class ScriptedReplica:
     """
 
     def __init__(self, id: str, tokenizer: Tokenizer, info: EngineInfo | None = None, *, max_running: int = 32) -> None:
-        self.id = id
-        self.url: str | None = None
-        self.restarts = True
-        self.state = ReplicaState.STARTING
-        self.info: EngineInfo | None = None
-        self.load: Load | None = None
-        self.down_reason: str | None = None
-        self.degraded: tuple[str, ...] = ()
+        super().__init__(id, restarts=True)
         self.submitted: list[GenerationRequest] = []
         """Every request that was ever submitted, oldest first."""
         self._tokenizer = tokenizer
         self._announced = info or scripted_info(tokenizer)
         self._max_running = max_running
         self._boots = itertools.count(1)
-        self._observers: list[ReplicaObserver] = []
-        self._in_flight = InFlight()
         self._released = asyncio.Event()
         self._released.set()
         self._work = asyncio.Event()
@@ -104,7 +94,7 @@ class ScriptedReplica:
     def lose(self, reason: str = "killed by a test") -> None:
         """Die with everything in flight."""
         self._stop_steps()
-        self.state, self.down_reason = ReplicaState.DOWN, reason
+        self._set_state(ReplicaState.DOWN, reason)
         self._in_flight.lose(f"{self.id} was lost: {reason}")
         for observer in self._observers:
             observer.on_down(self, reason)
@@ -115,44 +105,20 @@ class ScriptedReplica:
         runner = ScriptedRunner(info.num_blocks, info.block_size, vocab_size=info.vocab_size, eos=info.eos_token_ids)
         self._core = EngineCore(runner, info, detokenizer=self._detokenizer, max_running=self._max_running)
         self.info, self.load = info, self._core.load()
-        self.state, self.down_reason = ReplicaState.READY, None
+        self._set_state(ReplicaState.READY, None)
         self._steps = asyncio.create_task(self._run(), name=f"{self.id}-steps")
         for observer in self._observers:
             observer.on_ready(self, info)
 
     # --- Replica -----------------------------------------------------------------------------------------
 
-    @property
-    def tells_events(self) -> bool:
-        """Whether its cache events tell all that becomes of its blocks."""
-        return True
-
-    @property
-    def cache_blocks(self) -> int:
-        """Blocks that its cache has room for; 0 before it has told."""
-        return 0 if self.info is None else self.info.num_blocks
-
-    @property
-    def event_health(self) -> EventHealth | None:
-        """None: its events come with its answers."""
-        return None
-
-    def observe(self, observer: ReplicaObserver) -> None:
-        """Report to ``observer`` from now on."""
-        self._observers.append(observer)
-
     async def start(self) -> None:
         """Be READY at once."""
         self.recover()
 
-    async def wait_ready(self, timeout: float) -> None:
-        """Return when READY. Raises ``ReplicaUnavailable`` when it was lost."""
-        if self.state is not ReplicaState.READY:
-            raise ReplicaUnavailable(f"{self.id} is not ready: {self.down_reason or self.state}.")
-
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         """Stream the outputs of one request. Raises as ``Replica.generate``."""
-        await self.wait_ready(0)
+        self._must_be_ready()
         core, mailbox = self._core, self._in_flight.open(request.n)
         self.submitted.append(request)
         try:
@@ -169,7 +135,7 @@ class ScriptedReplica:
         self, method: str, params: Mapping[str, Any] | None = None, *, timeout: float = 30.0
     ) -> dict[str, Any]:
         """A control call. Raises as ``Replica.call``."""
-        await self.wait_ready(0)
+        self._must_be_ready()
         try:
             result = self._core.call(method, dict(params or {}))
         except CallError as error:
@@ -186,11 +152,7 @@ class ScriptedReplica:
 
     async def stop(self, grace: float) -> None:
         """Stop for good; running requests get ``grace`` seconds to end."""
-        was_ready, self.state, self.down_reason = self.state is ReplicaState.READY, ReplicaState.STOPPED, "stopped"
-        if was_ready and grace > 0:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._in_flight.wait_idle(), grace)
-        self._in_flight.lose("the replica was stopped")
+        await self._stop_answering(grace)
         self._stop_steps()
 
     # --- inside ------------------------------------------------------------------------------------------
@@ -202,19 +164,14 @@ class ScriptedReplica:
             await self._released.wait()
             report = core.step()
             if report is not None:
-                self._report(report)
+                self._take(report)
             if not core.has_work():
                 self._work.clear()
             await asyncio.sleep(0)
 
-    def _report(self, report: StepReport) -> None:
-        self._in_flight.deliver(report.outputs)
-        self.load = report.load
-        for observer in self._observers:
-            if report.events:
-                observer.on_events(self, report.events)
-            if report.timing is not None:
-                observer.on_step(self, report.timing, report.load)
+    def _must_be_ready(self) -> None:
+        if self.state is not ReplicaState.READY:
+            raise self._not_ready()
 
     def _stop_steps(self) -> None:
         if self._steps is not None:
