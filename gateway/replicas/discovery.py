@@ -1,6 +1,7 @@
 """Replicas that are found instead of listed: the addresses behind a DNS name, the entries of a file, looked up again.
 
-What cannot be looked up leaves all as it was: a resolver that fails takes no replica out.
+What cannot be looked up leaves all as it was: a resolver that fails or keeps silent takes no replica out, and holds up
+no other one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import ipaddress
 import socket
 import tomllib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -28,6 +29,8 @@ __all__ = ["Discovery", "Resolver", "read_replica_file", "system_resolver"]
 Resolver = Callable[[str, int], Awaitable[list[str]]]
 """The IP addresses of a host name. Raises ``OSError``."""
 
+_PATIENCE_S: Final = 5.0  # the resolver's own is 30 s and more, in which no other replica would come or go
+
 _log = structlog.get_logger("headstart.discovery")
 
 
@@ -40,13 +43,16 @@ async def system_resolver(host: str, port: int) -> list[str]:
 class Discovery:
     """Looks for replicas again and again and tells whoever wants to know. Owns what it found last."""
 
-    def __init__(self, config: Config, *, resolve: Resolver = system_resolver) -> None:
+    def __init__(self, config: Config, *, resolve: Resolver = system_resolver, patience_s: float = _PATIENCE_S) -> None:
+        """``patience_s`` is how long a look waits for a resolver, seconds."""
         self._names: Final = dns_replicas(config)
         self._file: Final = None if config.discovery.file is None else Path(config.discovery.file).expanduser()
         self._interval_s: Final = config.discovery.interval_s
         self._resolve: Final = resolve
+        self._patience_s: Final = patience_s
         self._listed: list[ReplicaConfig] = []
         self._addresses: dict[str, list[str]] = {}
+        self._asked: dict[str, asyncio.Task[list[str]]] = {}
         self._task: asyncio.Task[None] | None = None
         self.problems: tuple[str, ...] = ()
         """What could not be looked up last time, in words."""
@@ -68,6 +74,9 @@ class Discovery:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
+        for asked in self._asked.values():
+            asked.cancel()
+        self._asked.clear()
 
     async def look(self) -> list[ReplicaConfig]:
         """The replicas that are there now, each with a URL of its own; of what cannot be looked up the last ones."""
@@ -78,21 +87,40 @@ class Discovery:
                 self._listed = self._listed if listed is None else listed
             except ConfigError as error:
                 problems.append(str(error))
+        entries = [*self._names, *self._listed]
+        names = dict.fromkeys(entry.url for entry in entries if entry.url.startswith(DNS_PREFIX))
+        problems += await self._look_up(names)
         found: dict[str, ReplicaConfig] = {}
-        for entry in [*self._names, *self._listed]:
-            if not entry.url.startswith(DNS_PREFIX):
-                found[entry.url] = entry
-                continue
-            try:
-                urls = await self._behind(entry.url)
-            except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
-                reason = error.strerror or error if isinstance(error, OSError) else "no host can have this name"
-                problems.append(f"{entry.url}: {reason}")
-                urls = self._addresses.get(entry.url, [])
-            self._addresses[entry.url] = urls
+        for entry in entries:
+            urls = self._addresses.get(entry.url, []) if entry.url in names else [entry.url]
             found |= {url: msgspec.structs.replace(entry, url=url) for url in urls}
         self._note(tuple(problems))
         return list(found.values())
+
+    async def _look_up(self, names: Collection[str]) -> list[str]:
+        """Ask for all names at once; what went wrong, in words.
+
+        A resolver that does not answer keeps a thread busy. So its name is not asked for anew: the next look takes
+        the answer if it has come by then.
+        """
+        for url in self._asked.keys() - names:
+            self._asked.pop(url).cancel()
+        for url in names:
+            if url not in self._asked:
+                self._asked[url] = asyncio.create_task(self._behind(url))
+        if self._asked:
+            await asyncio.wait(self._asked.values(), timeout=self._patience_s)
+        problems = []
+        for url in names:
+            if not self._asked[url].done():
+                problems.append(f"{url}: no answer within {self._patience_s:g} s")
+                continue
+            try:
+                self._addresses[url] = self._asked.pop(url).result()
+            except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
+                reason = error.strerror or error if isinstance(error, OSError) else "no host can have this name"
+                problems.append(f"{url}: {reason}")
+        return problems
 
     async def _behind(self, url: str) -> list[str]:
         parts = urlsplit(url.removeprefix(DNS_PREFIX))

@@ -66,6 +66,31 @@ def test_a_name_that_no_host_can_have_takes_no_other_replica_out() -> None:
         assert discovery.problems == (f"dns+http://{impossible}: no host can have this name",)
 
 
+def test_a_name_without_an_answer_holds_up_no_other_and_is_asked_for_once_until_it_comes() -> None:
+    names = Names(silent=["10.0.0.8"], vllm=["10.0.0.7"])
+
+    async def main() -> None:
+        answers = asyncio.Event()
+
+        async def resolve(host: str, port: int) -> list[str]:
+            found = await names(host, port)
+            if host == "silent":
+                await answers.wait()
+            return found
+
+        config = Config(replicas=("dns+http://silent", "dns+http://vllm"))
+        discovery = Discovery(config, resolve=resolve, patience_s=0.05)
+        for _ in range(2):
+            assert [replica.url for replica in await discovery.look()] == ["http://10.0.0.7:80"]
+            assert discovery.problems == ("dns+http://silent: no answer within 0.05 s",)
+        assert [host for host, _ in names.asked].count("silent") == 1
+        answers.set()
+        assert len(await discovery.look()) == 2
+        assert discovery.problems == ()
+
+    asyncio.run(main())
+
+
 def test_looking_goes_on_whatever_becomes_of_what_was_found() -> None:
     found: list[str] = []
 
