@@ -43,12 +43,12 @@ def tiny_model(model_folder: Callable[[str], Path], tmp_path_factory: pytest.Tem
 class Headstart:
     """Starts ``headstart`` with our packages and nothing of the caller's configuration."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cache: Path) -> None:
         self._folder = folder
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("HEADSTART")},
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "HEADSTART_CACHE": str(folder / "cache"),
+            "HEADSTART_CACHE": str(cache),
         }
 
     def without(self, *packages: str) -> Headstart:
@@ -85,6 +85,12 @@ class Headstart:
             return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+@pytest.fixture(scope="session")
+def command_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and kernels of all commands: whoever finds no kernels there builds them, for seconds of both cores."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def headstart(tmp_path: Path) -> Headstart:
-    return Headstart(tmp_path)
+def headstart(tmp_path: Path, command_cache: Path) -> Headstart:
+    return Headstart(tmp_path, command_cache)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from gateway.cli.main import run
+
 from .test_processes import TIMEOUT_S, chat, logged, status, until
 
 
@@ -107,15 +109,15 @@ def test_without_a_folder_the_model_has_to_be_given(headstart: Any, root: str | 
     with server(root=root or "") as url:
         pass
     if root is None:
-        run = headstart.run("serve", "--replica", url)
+        done = headstart.run("serve", "--replica", url)
     else:
         with server(root=root) as url:
-            run = headstart.run("serve", "--replica", url)
-    assert run.returncode == 1
-    assert run.stderr.count("\n") == 1
-    assert "--model is needed" in run.stderr
-    assert url in run.stderr
-    assert (root is None) == ("cannot be reached" in run.stderr)
+            done = headstart.run("serve", "--replica", url)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "--model is needed" in done.stderr
+    assert url in done.stderr
+    assert (root is None) == ("cannot be reached" in done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +125,19 @@ def test_without_a_folder_the_model_has_to_be_given(headstart: Any, root: str | 
     [
         (("--replica", "localhost:8001"), "http://HOST:PORT"),
         (("--replica", "http://a:1", "--replica", "http://a:1/v1"), "twice"),
-        (("--replica", "http://a:1", "--model", "/nowhere/at/all"), "no model"),
     ],
 )
-def test_a_mistake_is_one_clear_line(headstart: Any, arguments: tuple[str, ...], words: str) -> None:
-    run = headstart.run("serve", *arguments)
-    assert run.returncode == 1
-    assert run.stderr.count("\n") == 1
-    assert words in run.stderr
+def test_a_mistake_is_one_clear_line(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
+
+
+def test_a_model_that_is_not_there_is_one_clear_line(headstart: Any) -> None:
+    done = headstart.run("serve", "--replica", "http://a:1", "--model", "/nowhere/at/all")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "no model" in done.stderr
