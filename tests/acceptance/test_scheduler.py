@@ -5,13 +5,28 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from itertools import pairwise
 from typing import Any
 
 from engine.wire import CacheEvent, EngineInfo, Load, StepTiming
 from gateway.replicas.base import Replica
 
 from .servers import Client, Server, tok
+
+
+class Steps:
+    """An observer that writes the steps down."""
+
+    def __init__(self) -> None:
+        self.timings: list[StepTiming] = []
+
+    def on_ready(self, replica: Replica, info: EngineInfo) -> None: ...
+
+    def on_down(self, replica: Replica, reason: str) -> None: ...
+
+    def on_events(self, replica: Replica, events: tuple[CacheEvent, ...]) -> None: ...
+
+    def on_step(self, replica: Replica, timing: StepTiming, load: Load) -> None:
+        self.timings.append(timing)
 
 
 def test_e1_what_can_never_fit_is_refused_at_once(pool32: Server) -> None:
@@ -45,31 +60,25 @@ def test_e2_the_end_of_the_pool_is_a_limit_of_length(pool32: Server) -> None:
 
 
 def test_e4_requests_that_preempt_one_another_all_get_on(pool48: Server) -> None:
+    """Time is counted in steps of the engine: they are what a standstill would be made of."""
     prompts = [tok(1000 * i, 200) for i in range(8)]
     fields = {"max_tokens": 150, "ignore_eos": True}
-
-    async def generate(client: Client, prompt: list[int], arrivals: list[float], **more: Any) -> str:
-        text = ""
-        async with client.stream(prompt, **fields, **more) as stream:
-            async for event in stream:
-                arrivals.append(time.monotonic())
-                text += event["choices"][0]["text"]
-        return text
+    steps = Steps()
+    pool48.replica.observe(steps)
 
     async def scenario(client: Client) -> None:
-        started = time.monotonic()
-        alone = [await generate(client, prompt, [], headstart={"bypass": True}) for prompt in prompts]
-        one_by_one = time.monotonic() - started
+        alone = [(await client.complete(prompt, **fields, headstart={"bypass": True})).text for prompt in prompts]
+        one_by_one = len(steps.timings)
         before = (await client.load())["preemptions"]
-        started = time.monotonic()
-        arrivals = [started]
-        together = await asyncio.gather(*[generate(client, prompt, arrivals) for prompt in prompts])
-        assert time.monotonic() - started <= 5 * one_by_one
-        assert together == alone
-        assert len(together) == 8
+        together = await asyncio.gather(*[client.complete(prompt, **fields) for prompt in prompts])
+        assert [answer.text for answer in together] == alone
+        assert [answer.json["usage"]["completion_tokens"] for answer in together] == [150] * 8
         preemptions = (await client.load())["preemptions"] - before
         assert 0 < preemptions <= 8 * 8
-        assert max(after - at for at, after in pairwise(arrivals)) < 5
+        timings = steps.timings[one_by_one:]
+        assert 0 < len(timings) <= 5 * one_by_one
+        idle = [len(run) for run in "".join("d" if timing.decode_tokens else " " for timing in timings).split("d")]
+        assert max(idle) <= 5 * len(prompts), "for as many steps no answer has grown"
 
     pool48.run(scenario)
 
@@ -105,22 +114,6 @@ def test_e5_scheduling_does_not_show_in_the_text(roomy: Server, pool32: Server, 
     assert texts[1] == texts[0]
     assert texts[2] == texts[0]
     assert len(set(texts[0])) == 34
-
-
-class Steps:
-    """An observer that writes the steps down."""
-
-    def __init__(self) -> None:
-        self.timings: list[StepTiming] = []
-
-    def on_ready(self, replica: Replica, info: EngineInfo) -> None: ...
-
-    def on_down(self, replica: Replica, reason: str) -> None: ...
-
-    def on_events(self, replica: Replica, events: tuple[CacheEvent, ...]) -> None: ...
-
-    def on_step(self, replica: Replica, timing: StepTiming, load: Load) -> None:
-        self.timings.append(timing)
 
 
 def test_e6_a_long_prefill_stops_neither_a_stream_nor_a_short_prompt(roomy: Server) -> None:

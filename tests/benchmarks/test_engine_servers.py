@@ -20,7 +20,7 @@ from benchmarks.side_by_side.rounds import agreement, check_tokens, first_tokens
 from benchmarks.side_by_side.servers import ServerError, free_port, running
 from benchmarks.side_by_side.workload import OUTPUT_TOKENS, Workload
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 SERVER = """
 import http.server, os, subprocess, sys

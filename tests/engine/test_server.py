@@ -42,7 +42,7 @@ from engine.wire import (
 
 VOCABULARY = 500
 ROOT = b"namespace-number"
-DEADLINE = 20.0
+DEADLINE = 60.0
 ENDLESS = 30_000  # tokens: the scripted runner would need many minutes
 
 

@@ -106,7 +106,7 @@ def _instructions() -> tuple[Tokenizer, str, dict[str, str]]:
     return tokenizer, INSTRUCTIONS, {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Poll a condition; fails when it is not met in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -24,7 +24,7 @@ from gateway.replicas.supervisor import EngineLauncher
 from gateway.server import serve, serving
 from gateway.service import Gateway
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 SERVER = textwrap.dedent("""
     import sys

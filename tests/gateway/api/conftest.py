@@ -19,7 +19,7 @@ from gateway.replicas.scripted import ScriptedReplica, scripted_info
 from gateway.server import run, serving
 from gateway.service import Gateway
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 MODEL = "scripted"
 # Port 1 refuses at once: the statistics are kept in the process.
 BASE = Config(server=ServerConfig(port=0, drain_grace_s=10.0), redis=RedisConfig(url="redis://127.0.0.1:1/0"))

@@ -114,7 +114,7 @@ class Site:
         self._server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="error"))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not self._server.started:
             assert time.monotonic() < deadline, "the server did not start"
             time.sleep(0.01)

@@ -162,4 +162,4 @@ def test_closing_the_feed_ends_open_streams_and_new_ones_at_once(statistics: Sta
         assert await waiting is None
         assert [event async for event in feed.stream("15m")] == []
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), 60))

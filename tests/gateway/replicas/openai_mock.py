@@ -21,7 +21,7 @@ from gateway.server import run, serving
 from gateway.service import Gateway
 
 MODEL = "mock"
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 # Port 1 refuses at once: the statistics are kept in the process.
 CONFIG = Config(
     server=ServerConfig(port=0, drain_grace_s=1.0),

@@ -262,7 +262,7 @@ def test_a_server_that_never_answers_has_failed_the_request(folder: Path) -> Non
         totals = remote.gateway.statistics.snapshot().totals
         assert (totals.requests, totals.failed) == (1, 1)
 
-    run(folder, scenario, config=msgspec.structs.replace(CONFIG, limits=LimitsConfig(request_timeout_s=0.2)))
+    run(folder, scenario, config=msgspec.structs.replace(CONFIG, limits=LimitsConfig(request_timeout_s=1.0)))
 
 
 def test_a_request_whose_last_server_has_gone_meanwhile_is_recorded_as_failed(folder: Path) -> None:

@@ -17,7 +17,7 @@ from ..conftest import until
 from .kv_publisher import Publisher, Sockets
 
 ROOT = bytes(16)
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class Bench:

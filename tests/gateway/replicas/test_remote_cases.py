@@ -194,14 +194,14 @@ def test_q4_an_answer_that_has_begun_ends_with_an_error_and_is_not_begun_again(f
         for _ in range(3):
             assert (await remote.complete())[1]["x-headstart-replica"] != lost
 
-    play(folder, scenario, servers=2, idle_timeout_s=0.3)
+    play(folder, scenario, servers=2, idle_timeout_s=1.0)
 
 
 def test_q4_a_request_that_waits_when_its_server_stops_is_answered_by_another(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is reset when a process is stopped; only looking at it tells."""
-    monkeypatch.setattr(openai_server, "_PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(openai_server, "_PROBE_TIMEOUT_S", 1.0)
 
     async def scenario(remote: Remote, *servers: MockServer) -> None:
         for server in servers:

@@ -21,7 +21,7 @@ from gateway.replicas.supervisor import EngineLauncher, RestartDelay, engine_com
 from ..conftest import until
 
 WORKER = [sys.executable, str(Path(__file__).with_name("scripted_worker.py"))]
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def _alive(pid: int) -> bool:

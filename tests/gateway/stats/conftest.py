@@ -33,7 +33,7 @@ class ValkeyServer:
         self._process = subprocess.Popen(
             [str(get_binary_path()), *fixed, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         with socket.socket(socket.AF_UNIX) as probe:
             while probe.connect_ex(str(self.socket)):
                 assert time.monotonic() < deadline, "valkey did not start"

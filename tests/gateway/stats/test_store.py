@@ -200,7 +200,7 @@ def test_stopping_ends_even_when_the_server_is_frozen(valkey: Any, record: Recor
             statistics.record(record())
             valkey.send(signal.SIGSTOP)
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_the_last_changes_are_written_at_the_stop(valkey: Any, record: Record, eventually: Eventually) -> None:
