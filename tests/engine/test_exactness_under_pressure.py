@@ -1,7 +1,8 @@
 """The main promise under pressure, on the default model in float32: whatever the cache, the pool and the batch do.
 
 Every generated token is the most likely one by transformers' own forward over the whole text before it, in each of
-five situations, whose counters prove that what they are meant to bring about has come about. CI takes a few prompts;
+five situations, whose counters prove that what they are meant to bring about has come about. CI takes so few prompts
+that the fourth situation is hardly another one than the fifth, and leaves it out;
 ``HEADSTART_PRESSURE_PROMPTS=500`` runs as many as that (with the C++ kernels where there is a compiler).
 """
 
@@ -115,7 +116,7 @@ def mistakes(folder: Path) -> Callable[[list[list[int]], list[list[int]]], list[
     return wrong
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.parametrize("name", [name for name in SITUATIONS if COUNT > 10 or name != "concurrency-8"])
 def test_e5_tokens_are_transformers_own_in_every_situation(
     name: str,
     folder: Path,

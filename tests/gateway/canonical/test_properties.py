@@ -24,7 +24,7 @@ from gateway.config import CanonicalConfig, LayoutConfig, TemplateConfig
 from gateway.prompt import PromptRenderer
 from gateway.schema import ChatRequest
 
-EXAMPLES = int(os.environ.get("HEADSTART_CANONICAL_EXAMPLES", "2000"))
+EXAMPLES = int(os.environ.get("HEADSTART_CANONICAL_EXAMPLES", "1000"))
 ROOT = b"r" * 16
 
 OWN_FORM = LayoutConfig(document='<source id="{id}">{title}\n{text}\n</source>', question="Q: {question}\nA:")
@@ -164,7 +164,7 @@ def test_l7_l5_canonicalizing_loses_nothing_is_idempotent_and_knows_no_order(see
         assert arranged(canonical(example.request(order))) == turns, order
 
 
-@settings(max_examples=EXAMPLES // 40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES // 20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**62))
 def test_l5_all_orders_of_four_documents_have_one_chain_of_keys(seed: int, chatml: PromptRenderer) -> None:
     example = Example(seed)

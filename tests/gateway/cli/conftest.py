@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.native.build import build_kernels, compiler
+
 COMMAND = [sys.executable, "-c", "from gateway.cli.main import main; main()"]
 
 
@@ -87,8 +89,11 @@ class Headstart:
 
 @pytest.fixture(scope="session")
 def command_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models and kernels of all commands: whoever finds no kernels there builds them, for seconds of both cores."""
-    return tmp_path_factory.mktemp("cache")
+    """Where all commands keep models. The kernels in it are the user's: who finds none builds them, for seconds."""
+    folder = tmp_path_factory.mktemp("cache")
+    if compiler() is not None:
+        (folder / "kernels").symlink_to(build_kernels().parent)
+    return folder
 
 
 @pytest.fixture
