@@ -13,7 +13,7 @@ from engine.wire import EngineInfo
 from gateway.attribution.live import Judged, LiveAttribution
 from gateway.plan import Plan
 from gateway.routing.flight import Flight
-from gateway.stats.cost import Curve
+from gateway.stats.cost import Curve, PrefillCost
 from gateway.stats.record import HeldOut, RequestRecord
 from gateway.stats.statistics import Statistics
 
@@ -69,6 +69,7 @@ class Account:
         self._model = ""
         self._block_size = 1
         self._elsewhere = 0
+        self._cost: PrefillCost | None = None
         self._curve: Curve | None = None
         self._outlook = (1.0, 0.0, 0.0)
 
@@ -90,7 +91,7 @@ class Account:
     def planned(self, plan: Plan, info: EngineInfo) -> Plan:
         """Note what is known before the request is sent, and return what is to be sent: it may be held out."""
         accounting = self._accounting
-        cost = accounting.statistics.prefill_cost(plan.replica_id)
+        cost = self._cost = accounting.statistics.prefill_cost(plan.replica_id)
         self._curve = cost.curve
         self._outlook = cost.outlook(len(plan.token_ids))
         if plan.use_cache and self._curve is not None and accounting.held_out():
@@ -110,13 +111,13 @@ class Account:
             statistics.record(RequestRecord(time.time(), *whose, status, 0, 0, 0, None, 0.0, 0.0, model=self._model))
             return
         prompt, cached, spent = generation.prompt_tokens, generation.cached_tokens or 0, generation.prefill_s
-        cost = statistics.prefill_cost(plan.replica_id)
-        saving = cost.saved(prompt, cached)
+        assert self._cost is not None, "only a planned request was generated"
+        saving = self._cost.saved(prompt, cached)
         judged = self._judged(plan, cached)
         if judged is not _NOT_JUDGED:
             keys = plan.keys if plan.use_cache else ()
             statistics.documents.observe(plan.tenant, keys, judged, cached, saving.seconds)
-        held_out = self._check(prompt, cached, spent) if spent > 0 else None
+        held_out = self._check(self._cost, prompt, cached, spent, held_out=plan.held_out) if spent > 0 else None
         statistics.record(
             RequestRecord(
                 finished_at=time.time(),
@@ -146,13 +147,11 @@ class Account:
             return _NOT_JUDGED
         return attribution.judge(plan, self._block_size, cached, self._elsewhere)
 
-    def _check(self, prompt: int, cached: int, spent: float) -> HeldOut | None:
+    def _check(self, cost: PrefillCost, prompt: int, cached: int, spent: float, *, held_out: bool) -> HeldOut | None:
         """Hold what was foretold of the prefill against what it took."""
-        assert self._plan is not None, "only a planned request was generated"
         if self._curve is None:
             return None
         foretold = self._curve.seconds(prompt - cached, cached)
-        cost = self._accounting.statistics.prefill_cost(self._plan.replica_id)
-        cost.check(prompt - cached, foretold, spent)
+        cost.check(prompt - cached, foretold, spent, held_out=held_out)
         factor, low, high = self._outlook
         return HeldOut(spent, foretold * factor, foretold * low, foretold * high)

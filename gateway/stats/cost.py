@@ -179,13 +179,13 @@ class PrefillCost:
         low, high = spread.interval
         return spread.factor, spread.factor * low, spread.factor * high
 
-    def check(self, tokens: int, estimated: float, measured: float) -> None:
+    def check(self, tokens: int, estimated: float, measured: float, *, held_out: bool = False) -> None:
         """Learn how good the curve is from one request, of which ``tokens`` were computed; all in seconds.
 
         ``estimated`` must be by the curve from before the request, or it has seen what it is to be held against.
         """
         if estimated > 0 and measured > 0:
-            self._spread(tokens).add(measured / estimated)
+            self._spread(tokens).add(measured / estimated, held_out=held_out)
 
     def _spread(self, tokens: int) -> Spread:
         return self._spreads[bisect_right(_SIZES, tokens)]

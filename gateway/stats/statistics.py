@@ -116,6 +116,7 @@ class Statistics:
     def add_replica(self, replica: Replica) -> None:
         """Show a replica, also before it is first ready."""
         self.replicas[replica.id] = replica
+        self._costs[replica.id] = PrefillCost()
 
     def remove_replica(self, replica_id: str) -> None:
         """It has left: what was counted stays, its state is shown no more."""
@@ -137,8 +138,9 @@ class Statistics:
 
     def on_ready(self, replica: Replica, info: EngineInfo) -> None:
         """Start the replica's cost curve over with its warm-up profile; a new boot counts evictions from 0."""
-        self.replicas[replica.id] = replica
-        self.prefill_cost(replica.id).seed(info.profile, info.max_batch_tokens)
+        if replica.id not in self.replicas:
+            self.add_replica(replica)
+        self._costs[replica.id].seed(info.profile, info.max_batch_tokens)
         counters = self._counters.get(replica.id)
         if counters is None or counters.boot_id != info.boot_id:
             self._counters[replica.id] = _EngineCounters(info.boot_id)
@@ -151,7 +153,8 @@ class Statistics:
 
     def on_step(self, replica: Replica, timing: StepTiming, load: Load) -> None:
         """Update the replica's cost curve and its counters."""
-        self.prefill_cost(replica.id).observe(timing)
+        if (cost := self._costs.get(replica.id)) is not None:  # the last step of one that has left comes late
+            cost.observe(timing)
         counters = self._counters.get(replica.id)
         if counters is None:
             return
@@ -164,11 +167,8 @@ class Statistics:
     # --- what is asked ----------------------------------------------------------------------------------
 
     def prefill_cost(self, replica_id: str) -> PrefillCost:
-        """The cost curve of a replica, kept up to date; an unknown replica gets an unfitted one."""
-        cost = self._costs.get(replica_id)
-        if cost is None:
-            cost = self._costs[replica_id] = PrefillCost()
-        return cost
+        """The cost curve of a replica, kept up to date; for one that is not there an unfitted one, kept by nobody."""
+        return self._costs.get(replica_id) or PrefillCost()
 
     @property
     def requests_ever(self) -> int:

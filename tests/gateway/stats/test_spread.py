@@ -66,6 +66,33 @@ def test_an_error_that_all_share_is_taken_out_within_a_few_requests() -> None:
     assert spread.factor == pytest.approx(1.5, rel=0.06)
 
 
+def test_five_requests_that_took_three_times_as_long_are_another_machine() -> None:
+    rng = random.Random(8)
+    spread = Spread()
+    for level in (1.0, 3.0, 1.0):
+        for _ in range(60):
+            spread.add(level * math.exp(rng.gauss(0, 0.05)))
+        assert spread.factor == pytest.approx(level, abs=0.05 * level)
+        for _ in range(5):
+            spread.add(level * 3 * math.exp(rng.gauss(0, 0.05)))
+        assert spread.factor == pytest.approx(level * 3, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nine_of_ten_of_those_held_out_lie_within_also_if_the_others_are_surer(seed: int) -> None:
+    rng = random.Random(seed)
+    spread = Spread()
+    inside = held_out = 0
+    while held_out < 300:
+        held = rng.random() < 0.2
+        ratio = math.exp(rng.gauss(0, 0.08 if held else 0.04)) + (rng.random() < 0.1) * rng.uniform(0.1, 0.4)
+        low, high = spread.interval
+        held_out += held
+        inside += held and low <= ratio / spread.factor <= high
+        spread.add(ratio, held_out=held)
+    assert inside / held_out == pytest.approx(COVERAGE, abs=0.035)
+
+
 def test_a_pause_of_the_process_is_no_slower_machine() -> None:
     spread = Spread()
     for number in range(100):

@@ -124,6 +124,18 @@ def test_the_cost_curve_of_a_replica_comes_from_its_profile_and_follows_its_step
     assert statistics.prefill_cost("engine-0").seconds(256, 0) == pytest.approx(0.54, rel=0.1)
 
 
+def test_a_replica_that_has_left_leaves_nothing_behind_whatever_comes_late(
+    statistics: Statistics, replica: FakeReplica
+) -> None:
+    statistics.on_ready(replica, info())
+    assert statistics.prefill_cost("engine-0").fitted
+    statistics.remove_replica("engine-0")
+    step(statistics, replica, load(evictions=3))
+    assert not statistics.prefill_cost("engine-0").fitted
+    assert not statistics._costs
+    assert not statistics._counters
+
+
 def test_windows_and_minutes_hold_what_finished_in_them(statistics: Statistics, record: Record) -> None:
     for age in (0, 30, 200, 4000, 100_000):
         statistics.record(record(finished_at=NOW - age))
