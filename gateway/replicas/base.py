@@ -87,7 +87,8 @@ class EventHealth(msgspec.Struct, frozen=True):
 
     ``exact`` tells whether all that the engine holds is known from it, ``problem`` in words why not. Counted are
     ``messages`` taken, ``repeated`` ones, ``gaps`` in the numbers, ``losses`` (gaps that could not be filled),
-    ``restarts`` of the engine, and ``malformed`` messages. ``blocks`` is what is known to be held.
+    ``restarts`` of the engine, ``malformed`` messages, and ``failures`` of this gateway to take one in (its own fault;
+    it learns everything again). ``blocks`` is what is known to be held.
     """
 
     exact: bool
@@ -98,6 +99,7 @@ class EventHealth(msgspec.Struct, frozen=True):
     losses: int
     restarts: int
     malformed: int
+    failures: int
     blocks: int
 
 

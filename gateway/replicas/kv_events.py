@@ -8,7 +8,7 @@ from typing import Final
 from engine.wire import CacheEvent
 from gateway.replicas.base import EventHealth
 from gateway.replicas.kv_blocks import KvBlocks
-from gateway.replicas.kv_messages import MalformedEvents, decode_events
+from gateway.replicas.kv_messages import Cleared, MalformedEvents, decode_events
 from gateway.replicas.kv_sequence import KvSequence
 
 __all__ = ["KvEvents"]
@@ -30,6 +30,7 @@ class KvEvents:
         self._complete = False
         self._messages = 0
         self._malformed = 0
+        self._failures = 0
 
     def limit(self, capacity: int) -> None:
         """Follow so many blocks at most from now on."""
@@ -57,6 +58,7 @@ class KvEvents:
             sequence.losses,
             sequence.restarts,
             self._malformed,
+            self._failures,
             len(self._blocks),
         )
 
@@ -86,6 +88,11 @@ class KvEvents:
             self.sequence.replayed(number, frames[-1])
         return True
 
+    def failed(self) -> None:
+        """What has come could not be taken in: without learning it all again it would count as exact."""
+        self._failures += 1
+        self.sequence.reset()
+
     # --- inside ------------------------------------------------------------------------------------------
 
     def _deliver(self, payload: bytes) -> None:
@@ -94,6 +101,8 @@ class KvEvents:
         try:
             for event in decode_events(payload):
                 told.extend(self._blocks.apply(event))
+                if isinstance(event, Cleared):
+                    self._complete = True  # nothing is held any more of which was not heard
         except MalformedEvents:
             # What it should have told is unknown, so it may be about any block.
             self._refuse()

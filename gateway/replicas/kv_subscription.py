@@ -106,9 +106,8 @@ class KvSubscription:
             frames = await subscriber.recv_multipart()
             try:
                 self._events.receive(frames)
-            except Exception as error:  # an observer's: without the reset what it has not heard would count as exact
-                _log.error("cache events could not be taken in", replica=self._name, error=where_from(error))
-                self._events.sequence.reset()
+            except Exception as error:  # an observer's
+                self._failed(error)
             self._heard.set()
 
     async def _is_connection(self, monitor: zmq.asyncio.Socket) -> bool:
@@ -129,10 +128,14 @@ class KvSubscription:
             if sequence.wanted is None or not self.connected:
                 await self._until_wanted()
                 continue
-            if not self._replay_endpoint:
-                sequence.give_up()
-                continue
-            complete = await self._replay(context, self._replay_endpoint, sequence.wanted)
+            try:
+                if not self._replay_endpoint:
+                    sequence.give_up()
+                    continue
+                complete = await self._replay(context, self._replay_endpoint, sequence.wanted)
+            except Exception as error:  # an observer's, or of a socket that could not be made
+                self._failed(error)
+                complete = False
             if complete:
                 pause_s = 0.0
                 await asyncio.sleep(0)
@@ -143,6 +146,10 @@ class KvSubscription:
                 self.replays_fail = not complete
                 if not complete:
                     _log.warning("cache events are not replayed", replica=self._name, endpoint=self._replay_endpoint)
+
+    def _failed(self, error: Exception) -> None:
+        _log.error("cache events could not be taken in", replica=self._name, error=where_from(error))
+        self._events.failed()
 
     async def _until_wanted(self) -> None:
         self._heard.clear()

@@ -85,6 +85,7 @@ class _Belief:
     __slots__ = (
         "agreement",
         "believed",
+        "cleared",
         "life",
         "recent",
         "removals",
@@ -103,6 +104,7 @@ class _Belief:
         self.resyncs = 0
         self.resynced_at = float("-inf")
         self.removals = 0
+        self.cleared = 0  # the last of them that took everything
         self.removed: OrderedDict[bytes, int] = OrderedDict()  # what was evicted lately, and by which event
 
     @property
@@ -126,6 +128,16 @@ class _Belief:
             self.removed.move_to_end(key)
         while len(self.removed) > _MAX_REMOVED:
             self.removed.popitem(last=False)
+
+    def note_cleared(self) -> None:
+        """All blocks are gone, or nothing is known of them any more."""
+        self.removals += 1
+        self.cleared = self.removals
+        self.removed.clear()
+
+    def took_back(self, expectation: Expectation, key: bytes) -> bool:
+        """Whether the block of ``key`` was said to be gone after it had been promised."""
+        return max(self.cleared, self.removed.get(key, 0)) > expectation.removals
 
 
 class FleetIndex:
@@ -161,17 +173,19 @@ class FleetIndex:
 
     def on_events(self, replica: Replica, events: tuple[CacheEvent, ...]) -> None:
         """Keep the index equal to what the replica holds."""
+        belief = self._beliefs.get(replica.id)
         for event in events:
             match event:
                 case BlockStored():
                     self._exact.stored(replica.id, event.block_hashes)
                 case BlockRemoved():
                     self._exact.removed(replica.id, event.block_hashes)
-                    belief = self._beliefs.get(replica.id)
                     if belief is not None:
                         belief.note_removed(event.block_hashes)
                 case AllBlocksCleared():
                     self._exact.cleared(replica.id)
+                    if belief is not None:
+                        belief.note_cleared()
 
     def on_step(self, replica: Replica, timing: StepTiming, load: Load) -> None:
         """Nothing to keep."""
@@ -243,8 +257,8 @@ class FleetIndex:
         if missed < len(expectation.uses):
             if not belief.exact:
                 belief.recent.evicted(expectation.uses[missed])
-            elif belief.removed.get(expectation.keys[missed], 0) > expectation.removals:
-                promised = cached_tokens  # it was evicted before the request's turn came, and the index has said so
+            elif belief.took_back(expectation, expectation.keys[missed]):
+                promised = cached_tokens  # it was gone before the request's turn came, and the index has said so
         belief.agreement.add(promised, cached_tokens)
         self._judge(belief)
 

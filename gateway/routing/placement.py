@@ -303,12 +303,10 @@ def _placed(
     cached = 0
     if use_cache:
         most = (len(tokens) // TOKEN_BYTES - 1) // size  # the last prompt token is always computed
-        found = min(order.path.tokens // size, most)
-        for key in keys[found:most]:
-            if key not in resident:
-                break
-            found += 1
-        cached = found * size
+        # Also the blocks of the path that was found are looked up: its search takes those before a block for held.
+        cached = size * next(
+            (index for index, key in enumerate(keys[:most]) if key not in resident), min(most, len(keys))
+        )
     led = len(order.path.documents)
     presumed = int(_PRESUMED_SHARE * len(tokens) // TOKEN_BYTES) if candidate.replica_id == home else 0
     return Placement(candidate, tokens, root, keys, cached, order.indexes, order.mode, led, prompt, presumed)

@@ -28,6 +28,7 @@ _EVENTS: Final[tuple[tuple[str, str, Callable[[EventHealth], int]], ...]] = (
     ("losses", "Times that missing cache events could not be had.", lambda health: health.losses),
     ("restarts", "Times that the engine was found to have begun anew.", lambda health: health.restarts),
     ("malformed", "Messages that were none.", lambda health: health.malformed),
+    ("failures", "Messages that this gateway could not take in.", lambda health: health.failures),
 )
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from cache_policy.keys import chain_keys
-from engine.wire import AllBlocksCleared, BlockStored
+from engine.wire import AllBlocksCleared, BlockRemoved, BlockStored
 from gateway.canonical.sighting import Scope
 from gateway.canonical.templates import UNREGISTERED
 from gateway.config import CanonicalConfig, TemplateConfig
@@ -229,6 +229,19 @@ def test_the_prediction_never_counts_the_last_prompt_token(stage: Callable[..., 
     one.computed(one.complete(prompt))
     assert one.complete(prompt).predicted_cached == 3 * BLOCK
     assert one.complete([*prompt, 7]).predicted_cached == 4 * BLOCK
+
+
+@pytest.mark.parametrize("order", ["cache-aware", "preserve"])
+def test_nothing_behind_a_hole_in_the_index_is_predicted(order: str, stage: Callable[..., Stage]) -> None:
+    bench = stage()
+    asked = {"documents": documents("a", "b", "c"), "headstart": {"order": order}}
+    first = bench.chat(**asked)
+    bench.computed(first)
+    whole = bench.chat(**asked).predicted_cached // BLOCK
+    assert whole >= 6
+    for hole in (whole - 2, whole // 2, 1):
+        bench.router.on_events(bench.replicas["engine-0"], (BlockRemoved((first.keys[hole],)),))
+        assert bench.chat(**asked).predicted_cached == hole * BLOCK
 
 
 def test_bypass_reads_nothing_and_keeps_the_callers_order(stage: Callable[..., Stage]) -> None:

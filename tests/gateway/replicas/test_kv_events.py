@@ -250,6 +250,23 @@ def test_without_replay_a_stream_is_followed_from_where_it_is() -> None:
     assert not follower.events.exact
 
 
+def test_an_engine_whose_beginning_was_missed_is_known_when_its_cache_was_cleared() -> None:
+    publisher = Publisher(random.Random(6), memory=5)
+    for number in range(20):
+        publisher.compute(ROOTS[0], [number] * 12)
+    follower = Follower(publisher)
+    follower.replay()
+    assert (follower.events.exact, follower.held < publisher.keys) == (False, True)
+    follower.live(publisher.clear())
+    follower.live(publisher.compute(ROOTS[0], [7] * 12))
+    assert (follower.events.exact, follower.held == publisher.keys) == (True, True)
+    publisher.clear()  # a lost message may have been about anything that came after
+    publisher.log.clear()
+    follower.live(publisher.compute(ROOTS[0], [8] * 12))
+    follower.replay()
+    assert not follower.events.exact
+
+
 def test_a_late_message_from_before_the_subscription_does_no_harm() -> None:
     publisher = Publisher(random.Random(3), memory=4)
     follower = Follower(publisher)

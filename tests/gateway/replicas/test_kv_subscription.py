@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -18,6 +20,11 @@ from .kv_publisher import Publisher, Sockets
 
 ROOT = bytes(16)
 TIMEOUT_S = 60.0
+MESSAGES = int(os.environ.get("HEADSTART_KV_MESSAGES", "1200"))
+"""Of the test with losses and restarts, which takes a few seconds for so many and minutes for 100000."""
+
+QUIET_S = 10.0
+"""So long after the last message the index has to equal the truth."""
 
 
 class Bench:
@@ -38,6 +45,11 @@ class Bench:
         for number in numbers:
             await self.sockets.send(self.publisher.compute(ROOT, [number] * 9))
 
+    async def heard_after(self, messages: int) -> int:
+        """Wait until more than so many messages were taken; how many are now."""
+        await until(lambda: self.feed.health().messages > messages)
+        return self.feed.health().messages
+
     async def agree(self) -> None:
         """Wait until the index equals the truth."""
         await until(lambda: self.held == self.publisher.keys and self.feed.exact)
@@ -46,7 +58,9 @@ class Bench:
 Scenario = Callable[[Bench], Awaitable[None]]
 
 
-def play(scenario: Scenario, *, replay: bool = True, before: int = 0, memory: int = 10_000) -> None:
+def play(
+    scenario: Scenario, *, replay: bool = True, before: int = 0, memory: int = 10_000, timeout_s: float = 2 * TIMEOUT_S
+) -> None:
     """Play a scenario on a feed that was started after ``before`` messages."""
 
     async def main() -> None:
@@ -63,7 +77,7 @@ def play(scenario: Scenario, *, replay: bool = True, before: int = 0, memory: in
                     case AllBlocksCleared():
                         index.cleared("r")
 
-        async with asyncio.timeout(2 * TIMEOUT_S), Sockets(publisher) as sockets:
+        async with asyncio.timeout(timeout_s), Sockets(publisher) as sockets:
             feed = KvFeed("r", sockets.endpoint, sockets.replay if replay else None, max_blocks=500, tell=tell)
             bench = Bench(sockets, feed, index)
             await bench.publish(*range(before))
@@ -118,6 +132,52 @@ def test_q2_a_restarted_engine_is_credited_with_nothing_old() -> None:
         assert bench.feed.health().restarts >= 1
 
     play(scenario, before=20)
+
+
+def test_the_index_equals_the_truth_soon_after_losses_repeats_reordering_and_restarts() -> None:
+    """1 % of the messages each are lost, sent twice, or late; the publisher dies 20 times in 100,000 messages."""
+    rng = random.Random(MESSAGES)
+    restarts = set(rng.sample(range(MESSAGES), max(2, MESSAGES // 5000)))
+    looked_at = {MESSAGES * share // 4 for share in (1, 2, 3, 4)}
+    lost = 0
+
+    async def scenario(bench: Bench) -> None:
+        nonlocal lost
+        late: list[tuple[int, bytes]] = []
+        heard = 0
+        for step in range(1, MESSAGES + 1):
+            if step in restarts:
+                heard = await bench.heard_after(heard)  # a life of which nothing is known may pass unnoticed
+                await bench.sockets.close()
+                bench.publisher.restart()
+                late.clear()  # they died with it
+                bench.sockets.bind()
+            tokens = [rng.randrange(6), *[rng.randrange(40)] * rng.randint(8, 20)]
+            message = bench.publisher.compute(ROOT, tokens) or bench.publisher.publish()
+            fate = rng.random()
+            if fate < 0.01:
+                lost += 1
+            elif fate < 0.02:
+                late.append(message)
+            else:
+                await bench.sockets.send(message)
+                if fate < 0.03:
+                    await bench.sockets.send(message)
+                if late and rng.random() < 0.2:
+                    await bench.sockets.send(late.pop(0))
+            await asyncio.sleep(0.001 if step % 10 == 0 else 0.0)
+            if step in looked_at:
+                quiet_at = time.monotonic()
+                async with asyncio.timeout(QUIET_S):
+                    await bench.agree()
+                print(f"{step} messages: equal {time.monotonic() - quiet_at:.2f} s after the last one")
+        health = bench.feed.health()
+        assert health.restarts >= len(restarts)
+        assert health.gaps > 0
+        assert (health.losses, health.malformed, health.failures) == (0, 0, 0)
+
+    play(scenario, before=3, timeout_s=TIMEOUT_S + MESSAGES / 50)
+    assert lost > MESSAGES / 200
 
 
 def test_a_connection_that_comes_back_to_the_same_life_loses_nothing() -> None:
@@ -188,8 +248,37 @@ def test_what_a_listener_fails_to_take_in_is_told_again(monkeypatch: pytest.Monk
         monkeypatch.setattr(ResidencyIndex, "stored", fail)
         await bench.publish(900)
         await bench.agree()
+        assert bench.feed.health().failures == 1
 
     play(scenario, before=4)
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_listener_that_fails_while_what_was_missed_is_told_ends_nothing(
+    replay: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = 3
+
+    def fail(*_: object) -> None:
+        nonlocal failures
+        failures -= 1
+        if not failures:
+            monkeypatch.undo()
+        raise RuntimeError
+
+    async def scenario(bench: Bench) -> None:
+        number = 0
+        while failures:
+            number += 1
+            await bench.publish(number)
+            await asyncio.sleep(0.01)
+        await until(lambda: bench.feed.health().failures == 3)
+        bench.publisher.restart()
+        await bench.publish(1, 2)
+        await bench.agree()
+
+    monkeypatch.setattr(ResidencyIndex, "stored", fail)
+    play(scenario, replay=replay, before=4)
 
 
 def test_rubbish_is_counted_and_the_feed_goes_on() -> None:

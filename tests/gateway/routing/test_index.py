@@ -153,6 +153,20 @@ def test_what_was_evicted_before_a_requests_turn_came_is_no_broken_promise(quiet
     assert not bench.trust.believed
 
 
+def test_what_was_cleared_before_a_requests_turn_came_is_no_broken_promise(quiet_replica: QuietReplica) -> None:
+    bench = Bench(quiet_replica())
+    for _ in range(2 * MIN_REQUESTS):
+        bench.index.on_events(bench.replica, (BlockStored(KEYS[:6], None, SIZE),))
+        expectation = bench.index.sent(plan(6))
+        assert expectation is not None
+        bench.index.on_events(bench.replica, (AllBlocksCleared(), BlockStored(KEYS[:6], None, SIZE)))
+        bench.index.reported(expectation, 0)
+    assert (bench.trust.believed, bench.trust.requests, bench.replica.resyncs) == (True, 0, 0)
+    for _ in range(MIN_REQUESTS):
+        bench.ask(plan(6), 0)  # cleared long ago, and stored again since
+    assert not bench.trust.believed
+
+
 def test_a_lying_replica_is_not_asked_again_and_again(quiet_replica: QuietReplica) -> None:
     bench = Bench(quiet_replica())
     bench.index.on_events(bench.replica, (BlockStored(KEYS, None, SIZE),))
