@@ -2,6 +2,7 @@
 
     python -m benchmarks.gateway --peers ~/routers/bin              # both parts
     python -m benchmarks.gateway --only overhead --rounds 1         # Headstart alone
+    python -m benchmarks.gateway --only placement --peers ~/routers/bin --rate 1 --one-cache
 
 See the README beside this file for what is measured.
 """
@@ -14,6 +15,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,6 +29,7 @@ from rich.table import Table
 
 from benchmarks.placement import rag_bodies
 from benchmarks.side_by_side.openai_mock import NAME
+from benchmarks.side_by_side.routers import Mock, Peer, one_cache, overhead_peers, placement_peers
 from benchmarks.side_by_side.servers import RunningServer, free_port, running
 from engine.models.catalog import DEFAULT_MODEL, ensure_model
 from gateway.canonical.messages import Message
@@ -42,19 +45,6 @@ _TOKEN_INTERVAL_S: Final = 0.02
 _ANSWER_TOKENS: Final = 16
 _CORES: Final = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 _MOCK_CORE, _GATEWAY_CORE = _CORES[0], _CORES[-1]
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """A router: its command (without URLs of replicas), where it says that it is ready, and how it is to be asked."""
-
-    name: str
-    command: tuple[str, ...]
-    ready: str
-    urls: str
-    """The option before the URLs; with a blank at the end they all follow it, else it stands before each."""
-    documents: bool = False
-    """Whether documents are sent as such; else they are pasted into the message."""
-    order: str | None = None
 
 
 class Overhead(msgspec.Struct, frozen=True):
@@ -77,39 +67,6 @@ class PlacementResult(msgspec.Struct, frozen=True):
     failed: int
 
 
-def peers_for(model: Path, folder: Path | None, *, policy: str) -> list[Peer]:
-    """Headstart, and those of the others that are installed in ``folder``."""
-    ours = (
-        "-c",
-        "from gateway.cli.main import main; main()",
-        "serve",
-        "--model",
-        str(model),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "{port}",
-    )
-    headstart = Peer("headstart", (sys.executable, *ours), "/ready", "--replica", documents=True)
-    found = [headstart]
-    if policy == "cache_aware":
-        kept = msgspec.structs.replace(headstart, name="headstart, order kept", order="preserve")
-        found.append(kept)
-    for name, command in (("vllm-router", ()), ("sglang-router", ("launch",))):
-        if folder is not None and (folder / name).exists():
-            options = (*command, "--host", "127.0.0.1", "--port", "{port}", "--prometheus-port", "{other}")
-            for chosen in (policy, "round_robin") if policy == "cache_aware" and name == "sglang-router" else (policy,):
-                found.append(
-                    Peer(
-                        name if chosen == policy else "round robin",
-                        (str(folder / name), *options, "--policy", chosen, "--log-level", "error"),
-                        "/health",
-                        "--worker-urls ",
-                    )
-                )
-    return found
-
-
 def _on_core(core: int, command: Sequence[str]) -> list[str]:
     """Held to one core, where the machine has more."""
     pin = f"import os, sys; os.sched_setaffinity(0, {{{core}}}); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -117,29 +74,37 @@ def _on_core(core: int, command: Sequence[str]) -> list[str]:
 
 
 @asynccontextmanager
-async def _mocks(count: int, *options: str) -> AsyncIterator[list[str]]:
+async def _mocks(count: int, *options: str, events: bool = False) -> AsyncIterator[list[Mock]]:
+    """So many servers; with ``events`` they tell of their caches."""
     async with AsyncExitStack() as stack:
-        urls = []
+        mocks = []
         for _ in range(count):
             port = free_port()
+            mock = Mock(f"http://127.0.0.1:{port}")
             command = [sys.executable, "-m", "benchmarks.side_by_side.openai_mock", "--port", str(port), *options]
-            url = f"http://127.0.0.1:{port}"
+            if events:
+                mock = Mock(mock.url, *[f"tcp://127.0.0.1:{free_port()}" for _ in range(2)])
+                command += ["--events", mock.events, "--events-replay", mock.replay]
             await stack.enter_async_context(
-                running(_on_core(_MOCK_CORE, command), _environment(), f"{url}/health", _START_S)
+                running(_on_core(_MOCK_CORE, command), _environment(), f"{mock.url}/health", _START_S)
             )
-            urls.append(url)
-        yield urls
+            mocks.append(mock)
+        yield mocks
 
 
 @asynccontextmanager
-async def _serving(peer: Peer, replicas: Sequence[str]) -> AsyncIterator[tuple[RunningServer, str]]:
-    port, other = free_port(), free_port()
-    command = [part.format(port=port, other=other) for part in peer.command]
-    option = peer.urls.rstrip()
-    command += [option, *replicas] if peer.urls.endswith(" ") else [w for url in replicas for w in (option, url)]
-    url = f"http://127.0.0.1:{port}"
-    async with running(_on_core(_GATEWAY_CORE, command), _environment(), url + peer.ready, _START_S) as server:
-        yield server, url
+async def _serving(peer: Peer, replicas: Sequence[Mock]) -> AsyncIterator[tuple[RunningServer, str]]:
+    with tempfile.TemporaryDirectory(prefix="headstart-benchmark-") as folder:
+        config = Path(folder) / "config.toml"
+        if peer.config is not None:
+            config.write_text(peer.config(replicas))
+        port, other = free_port(), free_port()
+        command = [part.format(port=port, other=other, config=config) for part in peer.command]
+        command += [] if peer.urls is None else [peer.urls, *[mock.url for mock in replicas]]
+        command += [part.format(**msgspec.structs.asdict(mock)) for mock in replicas for part in peer.each]
+        url = f"http://127.0.0.1:{port}"
+        async with running(_on_core(_GATEWAY_CORE, command), _environment(), url + peer.ready, _START_S) as server:
+            yield server, url
 
 
 def _environment() -> dict[str, str]:
@@ -150,6 +115,7 @@ def _environment() -> dict[str, str]:
         "PYTHONPATH": path,
         "HEADSTART__SERVER__LOG_LEVEL": "error",
         "HEADSTART__ENGINE__SERVED_NAME": NAME,
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it asks the net for prices otherwise
     }
 
 
@@ -197,6 +163,7 @@ async def _median(http: aiohttp.ClientSession, url: str, count: int, *, stream: 
 
 
 async def _overhead(peer: Peer, requests: int) -> Overhead:
+    requests = max(1, requests // peer.share)
     interval = ("--interval", str(_INTERVAL_S))
     timeout = aiohttp.ClientTimeout(total=60)
     async with AsyncExitStack() as stack:
@@ -216,7 +183,7 @@ async def _overhead(peer: Peer, requests: int) -> Overhead:
             for stream in (False, True):
                 await _median(http, url, 50, stream=stream)
                 rounds = [
-                    await _median(http, url, 100, stream=stream) - await _median(http, quick[0], 100, stream=stream)
+                    await _median(http, url, 100, stream=stream) - await _median(http, quick[0].url, 100, stream=stream)
                     for _ in range(3)
                 ]
                 added.append(statistics.median(rounds))
@@ -251,16 +218,21 @@ def _rag(peer: Peer, count: int, seed: int) -> list[dict[str, Any]]:
     return bodies
 
 
-async def _placement(peer: Peer, model: Path, requests: int, rate: float, seed: int) -> PlacementResult:
+async def _placement(
+    peer: Peer, model: Path, requests: int, rate: float, seed: int, joined: int = 1
+) -> PlacementResult:
+    """Send the trace at so many requests a second. ``joined`` is how many replicas' memory and speed each one has."""
     bodies = _rag(peer, requests, seed)
     rng = random.Random(seed)
     times: list[float] = []
     cached = prompt = failed = 0
-    busy = [0.0] * _REPLICAS
-    options = ("--model", str(model), "--blocks", str(_BLOCKS), "--interval", str(_TOKEN_INTERVAL_S))
+    replicas = _REPLICAS // joined
+    busy = [0.0] * replicas
+    cache = ("--model", str(model), "--blocks", str(_BLOCKS * joined))
+    pace = ("--speed", str(joined), "--interval", str(_TOKEN_INTERVAL_S))
     timeout = aiohttp.ClientTimeout(total=120)
     async with AsyncExitStack() as stack:
-        mocks = await stack.enter_async_context(_mocks(_REPLICAS, *options))
+        mocks = await stack.enter_async_context(_mocks(replicas, *cache, *pace, events=True))
         _, url = await stack.enter_async_context(_serving(peer, mocks))
         connector = aiohttp.TCPConnector(limit=0)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=connector))
@@ -280,7 +252,7 @@ async def _placement(peer: Peer, model: Path, requests: int, rate: float, seed: 
         async def watch() -> None:
             while True:
                 for index, mock in enumerate(mocks):
-                    async with http.get(f"{mock}/load") as response:
+                    async with http.get(f"{mock.url}/load") as response:
                         busy[index] += (await response.json())["in_flight"]
                 await asyncio.sleep(0.1)
 
@@ -294,7 +266,7 @@ async def _placement(peer: Peer, model: Path, requests: int, rate: float, seed: 
     times.sort()
     return PlacementResult(
         cached / max(1, prompt),
-        max(busy) * _REPLICAS / max(1.0, sum(busy)),
+        max(busy) * replicas / max(1.0, sum(busy)),
         times[len(times) // 2],
         times[int(0.9 * len(times))],
         failed,
@@ -319,19 +291,27 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
         results["tokenization_cpu_s"] = _tokenization(renderer)
         overheads: dict[str, list[Overhead]] = {}
         for _ in range(options.rounds):
-            for peer in peers_for(model, options.peers, policy="round_robin"):
+            for peer in _chosen(overhead_peers(model, options.peers), options.name):
                 console.print(f"overhead: {peer.name}")
                 overheads.setdefault(peer.name, []).append(await _overhead(peer, options.requests))
         results["overhead"] = overheads
     if options.only != "overhead":
         placements: dict[str, list[PlacementResult]] = {}
         for round in range(options.rounds):
-            for peer in peers_for(model, options.peers, policy="cache_aware"):
+            measured = [(peer, 1) for peer in _chosen(placement_peers(model, options.peers), options.name)]
+            if options.one_cache:
+                measured.append((one_cache(model), _REPLICAS))
+            for peer, joined in measured:
                 console.print(f"placement: {peer.name}")
-                result = await _placement(peer, model, options.trace, options.rate, 1 + round)
+                result = await _placement(peer, model, options.trace, options.rate, 1 + round, joined)
                 placements.setdefault(peer.name, []).append(result)
         results["placement"] = placements
     return results
+
+
+def _chosen(peers: list[Peer], names: list[str]) -> list[Peer]:
+    """Those whose names begin with one of ``names``; all of them where none is named."""
+    return [peer for peer in peers if not names or peer.name.startswith(tuple(names))]
 
 
 def _table(title: str, rows: dict[str, list[Any]], columns: dict[str, tuple[str, float]]) -> Table:
@@ -350,7 +330,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=("overhead", "placement"))
-    parser.add_argument("--peers", type=Path, help="folder with the commands vllm-router and sglang-router")
+    parser.add_argument("--peers", type=Path, help="folder with the commands vllm-router, sglang-router and litellm")
+    parser.add_argument("--name", action="append", default=[], help="only routers whose names begin so (repeatable)")
     parser.add_argument(
         "--model", type=Path, help="folder with tokenizer and chat template (default: the default model)"
     )
@@ -358,6 +339,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000, help="of the overhead, plain and streamed each")
     parser.add_argument("--trace", type=int, default=200, help="requests of the placement")
     parser.add_argument("--rate", type=float, default=8.0, help="of the placement, requests a second")
+    parser.add_argument("--one-cache", action="store_true", help="place also on one replica that is as large as all")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if len(_CORES) > 1:

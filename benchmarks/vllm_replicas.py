@@ -113,7 +113,7 @@ class Server:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONHASHSEED": _SEED,
-            "LD_PRELOAD": vllm_preload(arguments.vllm),
+            "LD_PRELOAD": arguments.vllm_preload or vllm_preload(arguments.vllm),
         }
         self.environment.pop("PYTHONPATH", None)
         kv_events = {
@@ -335,6 +335,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, required=True, help="the Python of an environment with vLLM's CPU build")
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of the model that is served")
+    parser.add_argument("--vllm-preload", help="libraries that vLLM preloads (default: tcmalloc and libiomp5 if found)")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--blocks", type=int, default=40, help="KV blocks of each replica (128 tokens each)")
     parser.add_argument("--streams", type=int, default=8, help="answers on their way when a replica is killed")

@@ -3,7 +3,8 @@
     python -m benchmarks.side_by_side.openai_mock --port 8001 [--model FOLDER]
 
 Without a model no time passes before the first token. With the folder of one it takes the time of an engine: prompts
-queue for prefill, of which blocks in an exact LRU cache cost nothing, then tokens come one after the other.
+queue for prefill, of which blocks in an exact LRU cache cost nothing, then tokens come one after the other. It says how
+large that cache is, and tells of its blocks by events where it is given an address for them, both as vLLM does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ import uvloop
 from aiohttp import web
 
 from benchmarks.placement import BLOCK_SIZE, STEP_S, TOKEN_S, BlockLru
+from benchmarks.side_by_side.kv_publisher import KvPublisher
 from cache_policy.keys import chain_keys, token_bytes
 from gateway.canonical.messages import Message
 from gateway.prompt import PromptRenderer
@@ -31,12 +33,15 @@ _CONTEXT: Final = 1 << 16
 
 
 class _Engine:
-    """What prefill costs, and what the cache holds. Owned by the server."""
+    """What prefill costs at ``speed`` times the usual, and what the cache holds. Owned by the server."""
 
-    def __init__(self, renderer: PromptRenderer, blocks: int) -> None:
+    def __init__(self, renderer: PromptRenderer, blocks: int, speed: float) -> None:
         self._renderer = renderer
         self._cache = BlockLru(blocks)
+        self._speed = speed
         self._free_at = 0.0
+        self.blocks = blocks
+        self.publisher: KvPublisher | None = None
 
     def tokens(self, body: Any) -> list[int]:
         """The ids of a prompt, given as ids, text or messages."""
@@ -48,11 +53,18 @@ class _Engine:
     async def prefill(self, tokens: Sequence[int], salt: str) -> int:
         """Wait until a prompt is computed; return how many of its tokens were cached."""
         keys = chain_keys(salt.encode(), token_bytes(tokens), BLOCK_SIZE)
-        hits, _, _ = self._cache.request(keys[: (len(tokens) - 1) // BLOCK_SIZE])
+        readable = keys[: (len(tokens) - 1) // BLOCK_SIZE]
+        hits, stored, removed = self._cache.request(readable)
         loop = asyncio.get_running_loop()
-        self._free_at = max(loop.time(), self._free_at) + STEP_S + TOKEN_S * (len(tokens) - hits * BLOCK_SIZE)
+        takes_s = (STEP_S + TOKEN_S * (len(tokens) - hits * BLOCK_SIZE)) / self._speed
+        self._free_at = max(loop.time(), self._free_at) + takes_s
         await asyncio.sleep(self._free_at - loop.time())
+        if self.publisher is not None:
+            await self.publisher.tell(readable, tokens, salt, stored, removed)
         return hits * BLOCK_SIZE
+
+
+_PUBLISHES: Final = web.AppKey("publishes", tuple[_Engine, str, str])
 
 
 class _Server:
@@ -69,6 +81,9 @@ class _Server:
         app.router.add_get("/health", self._well)
         app.router.add_get("/load", self._load)
         app.router.add_get("/v1/models", self._models)
+        if self._engine is not None:
+            app.router.add_get("/metrics", self._metrics)
+            app.router.add_post("/tokenize", self._tokenize)
         for path in ("/get_model_info", "/model_info", "/get_server_info", "/server_info"):
             app.router.add_get(path, self._info)
         app.router.add_post("/v1/completions", self._complete)
@@ -86,6 +101,16 @@ class _Server:
 
     async def _info(self, _request: web.Request) -> web.Response:
         return web.json_response({"model_path": NAME, "served_model_name": NAME, "is_generation": True})
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        assert self._engine is not None, "the route is there for an engine only"
+        labels = f'block_size="{BLOCK_SIZE}",num_gpu_blocks="{self._engine.blocks}"'
+        return web.Response(text=f"vllm:cache_config_info{{{labels}}} 1.0\n")
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        assert self._engine is not None, "the route is there for an engine only"
+        tokens = self._engine.tokens(msgspec.json.decode(await request.read()))
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": _CONTEXT})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = msgspec.json.decode(await request.read())
@@ -156,19 +181,34 @@ def _body(chat: bool, text: str, finish: str, usage: Any) -> Any:
     }
 
 
+async def _publishing(app: web.Application) -> AsyncIterator[None]:
+    """Publish for as long as the application runs."""
+    engine, events, replay = app[_PUBLISHES]
+    engine.publisher = KvPublisher(events, replay, BLOCK_SIZE)
+    yield
+    await engine.publisher.close()
+
+
 def main() -> None:
     """Serve until a signal."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", type=Path, help="take the time of an engine with this folder's tokenizer")
     parser.add_argument("--blocks", type=int, default=1024, help="of its cache")
+    parser.add_argument("--speed", type=float, default=1.0, help="of prefill, times the usual one")
     parser.add_argument("--interval", type=float, default=0.0, help="seconds from one token to the next")
+    parser.add_argument("--events", help="ZeroMQ address at which cache events are published (with --model)")
+    parser.add_argument("--events-replay", help="the one at which they are repeated")
     arguments = parser.parse_args()
-    engine = None if arguments.model is None else _Engine(PromptRenderer(arguments.model), arguments.blocks)
+    engine = None
+    if arguments.model is not None:
+        engine = _Engine(PromptRenderer(arguments.model), arguments.blocks, arguments.speed)
+    app = _Server(engine, arguments.interval).app()
+    if engine is not None and arguments.events:
+        app[_PUBLISHES] = engine, arguments.events, arguments.events_replay
+        app.cleanup_ctx.append(_publishing)
     uvloop.install()
-    web.run_app(
-        _Server(engine, arguments.interval).app(), host="127.0.0.1", port=arguments.port, access_log=None, print=None
-    )
+    web.run_app(app, host="127.0.0.1", port=arguments.port, access_log=None, print=None)
 
 
 if __name__ == "__main__":
