@@ -8,7 +8,7 @@ from typing import Final
 from engine.wire import CacheEvent
 from gateway.replicas.base import EventHealth
 from gateway.replicas.kv_blocks import KvBlocks
-from gateway.replicas.kv_messages import Cleared, MalformedEvents, decode_events
+from gateway.replicas.kv_messages import MalformedEvents, decode_events
 from gateway.replicas.kv_sequence import KvSequence
 
 __all__ = ["KvEvents"]
@@ -27,7 +27,6 @@ class KvEvents:
         self._tell: Final = tell
         self._blocks: Final = KvBlocks(capacity)
         self.sequence: Final = KvSequence(self._deliver, self._restart)
-        self._complete = False
         self._messages = 0
         self._malformed = 0
         self._failures = 0
@@ -39,7 +38,13 @@ class KvEvents:
     @property
     def exact(self) -> bool:
         """Whether the events have told all that the engine holds."""
-        return self._complete and self._blocks.tells_salt and not self._blocks.overflowed
+        return self._blocks.complete and self._blocks.tells_salt and not self._blocks.overflowed
+
+    @property
+    def follows(self) -> bool:
+        """Whether what the events have told, and what requests have found since, is held, and nearly all that is."""
+        known = self._blocks.complete or self._blocks.learns
+        return known and self._blocks.tells_salt and not self._blocks.overflowed
 
     @property
     def block_size(self) -> int:
@@ -88,6 +93,11 @@ class KvEvents:
             self.sequence.replayed(number, frames[-1])
         return True
 
+    def found(self, root: bytes, token_ids: Sequence[int], cached_tokens: int) -> None:
+        """A request has ended, of whose prompt under ``root`` so many tokens were cached."""
+        if told := tuple(self._blocks.found(root, token_ids, cached_tokens)):
+            self._tell(told)
+
     def failed(self) -> None:
         """What has come could not be taken in: without learning it all again it would count as exact."""
         self._failures += 1
@@ -101,29 +111,26 @@ class KvEvents:
         try:
             for event in decode_events(payload):
                 told.extend(self._blocks.apply(event))
-                if isinstance(event, Cleared):
-                    self._complete = True  # nothing is held any more of which was not heard
         except MalformedEvents:
             # What it should have told is unknown, so it may be about any block.
             self._refuse()
-            told = [self._blocks.clear()]
+            told = [self._blocks.clear(complete=False)]
         if told:
             self._tell(tuple(told))
 
     def _restart(self, complete: bool) -> None:
-        self._complete = complete
-        self._tell((self._blocks.clear(),))
+        self._tell((self._blocks.clear(complete=complete),))
 
     def _refuse(self) -> None:
         self._malformed += 1
-        self._complete = False
+        self._blocks.complete = False
 
     def _problem(self) -> str | None:
         if not self._blocks.tells_salt:
             return "its cache events do not tell the cache salt, as vLLM's do since early 2026"
         if self._blocks.overflowed:
             return "it holds more blocks than are followed (index.max_blocks)"
-        if not self._complete:
+        if not self._blocks.complete:
             return "its cache events were not heard from the beginning of its life"
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -57,6 +57,11 @@ class KvFeed:
         return self._events.exact
 
     @property
+    def follows(self) -> bool:
+        """Whether what the replica holds is known from its events: all, or what requests have found since."""
+        return self._events.follows
+
+    @property
     def block_size(self) -> int:
         """Tokens per block, as the events say; 0 before the first."""
         return self._events.block_size
@@ -73,6 +78,8 @@ class KvFeed:
         problem = self._events.health().problem
         if problem is None:
             return ()
+        if self._events.follows:
+            return (f"{problem}: what it held then is learned as requests find it",)
         hint = "; they could not be replayed either" if subscription.replays_fail else ""
         return (f"{problem}{hint}: what it holds is presumed",)
 
@@ -96,6 +103,10 @@ class KvFeed:
         self._up = False
         if not self._subscription.connected:
             self._subscription.reset()
+
+    def found(self, root: bytes, token_ids: Sequence[int], cached_tokens: int) -> None:
+        """A request has ended, of whose prompt under ``root`` so many tokens were cached."""
+        self._events.found(root, token_ids, cached_tokens)
 
     def resync(self) -> None:
         """Drop what is known and learn it again."""

@@ -140,6 +140,11 @@ class KvSequence:
         self._replay = _Replay.NONE
         self._try_again()
 
+    def abandon_replay(self) -> None:
+        """The connection was lost in the middle of it: it says nothing, and is asked for again."""
+        self._replay = _Replay.NONE
+        self._want()
+
     def give_up(self) -> None:
         """There is no replay, and never will be."""
         self._replay = _Replay.NONE

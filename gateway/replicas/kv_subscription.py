@@ -42,6 +42,7 @@ class KvSubscription:
         self._tasks: list[asyncio.Task[None]] = []
         self._context: zmq.asyncio.Context | None = None
         self._heard = asyncio.Event()
+        self._replay_limit: asyncio.Timeout | None = None  # until when the next message of a replay has to come
         self.connected = False
         """Whether the publisher is connected."""
         self.replays_fail = False
@@ -118,6 +119,8 @@ class KvSubscription:
     def _now(self, *, connected: bool) -> None:
         if connected != self.connected:
             self.connected = connected
+            if self._replay_limit is not None and not self._replay_limit.expired():  # who was asked is gone
+                self._replay_limit.reschedule(asyncio.get_running_loop().time())
             self._events.sequence.doubt()
             self._heard.set()
 
@@ -136,6 +139,8 @@ class KvSubscription:
             except Exception as error:  # an observer's, or of a socket that could not be made
                 self._failed(error)
                 complete = False
+            if not self.connected:
+                continue
             if complete:
                 pause_s = 0.0
                 await asyncio.sleep(0)
@@ -169,14 +174,18 @@ class KvSubscription:
             dealer.connect(endpoint)
             await dealer.send_multipart([b"", start.to_bytes(8, "big")])
             while True:
-                async with asyncio.timeout(_REPLAY_TIMEOUT_S):
+                async with asyncio.timeout(_REPLAY_TIMEOUT_S) as self._replay_limit:
                     frames = await dealer.recv_multipart()
                 if not self._events.replay(frames):
                     break
         except (TimeoutError, zmq.ZMQError):
-            sequence.fail_replay()
+            if self.connected:
+                sequence.fail_replay()
+            else:
+                sequence.abandon_replay()
             return False
         finally:
+            self._replay_limit = None
             dealer.close(linger=0)
         sequence.end_replay()
         return True

@@ -103,8 +103,8 @@ class OpenAIReplica(ReplicaLife):
 
     @property
     def tells_events(self) -> bool:
-        """Whether its cache events have told all that it holds."""
-        return self._feed is not None and self._feed.exact
+        """Whether what it holds is known from its cache events."""
+        return self._feed is not None and self._feed.follows
 
     @property
     def cache_blocks(self) -> int:
@@ -251,6 +251,8 @@ class OpenAIReplica(ReplicaLife):
             await flight.finish()
             if last.cached_tokens is None:
                 self._tell_of_missing_counts()
+            elif self._feed is not None and request.use_cache:
+                self._feed.found(request.root, request.token_ids, last.cached_tokens)
             yield last
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(flight, boot_id, flight.loss or words_for(error)) from None

@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from cache_policy.keys import chain_keys
+from cache_policy.vllm_keys import VllmHash, event_hash, vllm_block_hashes
 
 _encode = msgspec.msgpack.encode
 
@@ -21,8 +22,11 @@ class Publisher:
     """Holds at most ``capacity`` blocks of ``block_size`` tokens, the longest unused evicted first.
 
     ``log`` are the messages that can be replayed. ``keys`` is what it holds, in the keys of whoever sent the prompts.
-    Names of blocks are random, as with a random seed; a block may be stored twice, as in vLLM.
+    Names of blocks are random, as with a random seed, unless there is an ``algorithm``: then they are vLLM's by its
+    default seed; a block may be stored twice, as in vLLM.
     """
+
+    algorithm: VllmHash | None = None
 
     def __init__(self, rng: random.Random, *, capacity: int = 40, block_size: int = 4, memory: int = 10_000) -> None:
         self.rng = rng
@@ -57,6 +61,9 @@ class Publisher:
     def compute(self, root: bytes, tokens: list[int], salt: str | None = None) -> tuple[int, bytes] | None:
         """Serve a prompt; the message that tells what became of the blocks, if anything did."""
         keys = chain_keys(root, tokens, self.block_size)
+        if self.algorithm is not None:
+            names = vllm_block_hashes(tokens, self.block_size, self.algorithm, salt=salt or root.hex())
+            self._names.update(zip(keys, map(event_hash, names), strict=True))
         held = set(self._blocks.values())
         hits = 0
         while hits < (len(tokens) - 1) // self.block_size and keys[hits] in held:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -125,6 +126,43 @@ def test_what_is_predicted_is_what_the_server_had_cached(folder: Path) -> None:
         assert f'headstart_index_blocks{{replica="replica-0"}} {len(vllms[0].publisher.keys):.1f}' in scraped
 
     play(folder, scenario, servers=2)
+
+
+def test_a_gateway_that_missed_a_servers_beginning_predicts_exactly_what_requests_have_found(folder: Path) -> None:
+    async def scenario(remote: Remote, vllm: Vllm) -> None:
+        vllm.publisher.algorithm = "sha256"
+        vllm.publisher.log = deque(maxlen=3)
+        replica, index, rng = remote.gateway.replicas["replica-0"], remote.gateway.router.index, random.Random(4)
+        texts = [words(rng, 12) for _ in range(8)]
+
+        async def ask() -> None:
+            status, _, _ = await remote.complete(prompt=texts[0] + " ".join(rng.sample(texts[1:], 2)) + words(rng, 2))
+            assert status == 200
+
+        def exact() -> bool:
+            health = replica.event_health
+            return health is not None and health.exact
+
+        for _ in range(10):
+            await ask()
+        await drained(remote, vllm)
+        replica.resync()  # what is left to be had are the last three messages, as for a gateway that starts now
+        await until(lambda: "beginning of its life" in " ".join(replica.degraded))
+        assert not replica.tells_events
+        await ask()
+        await until(lambda: bool(index.holds("replica-0")) and replica.tells_events)
+        for _ in range(100):
+            if exact():
+                break
+            await ask()
+            await until(lambda: index.holds("replica-0") <= vllm.publisher.keys)
+        await until(lambda: exact() and set(index.holds("replica-0")) == vllm.publisher.keys)
+        trust = index.trust("replica-0")
+        assert trust is not None
+        assert (trust.source, trust.believed, trust.precision) == ("events", True, 1.0)
+        await until(lambda: not replica.degraded)
+
+    play(folder, scenario)
 
 
 def test_n2_namespaces_go_out_as_salts_and_into_the_index(folder: Path) -> None:

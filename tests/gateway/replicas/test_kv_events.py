@@ -7,7 +7,9 @@ import random
 import msgspec
 import pytest
 
+from cache_policy.keys import chain_keys
 from cache_policy.residency import ResidencyIndex
+from cache_policy.vllm_keys import VllmHash
 from engine.wire import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from gateway.replicas.kv_events import KvEvents
 
@@ -265,6 +267,65 @@ def test_an_engine_whose_beginning_was_missed_is_known_when_its_cache_was_cleare
     follower.live(publisher.compute(ROOTS[0], [8] * 12))
     follower.replay()
     assert not follower.events.exact
+
+
+def late_follower(algorithm: VllmHash | None, *, capacity: int = 40) -> Follower:
+    """It began to listen when most of the engine's events could not be had any more."""
+    publisher = Publisher(random.Random(9), capacity=capacity, memory=5)
+    publisher.algorithm = algorithm
+    for number in range(60):
+        publisher.compute(ROOTS[0], [*range(12), *[number % 20] * 8, number])
+    follower = Follower(publisher)
+    follower.replay()
+    return follower
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_what_a_late_gateway_did_not_hear_of_is_learned_as_requests_find_it(algorithm: VllmHash) -> None:
+    follower = late_follower(algorithm)
+    publisher, events = follower.publisher, follower.events
+    assert (events.follows, events.exact) == (False, False)
+    requests = 0
+    while not events.exact:
+        tokens = [*range(12), *[publisher.rng.randrange(20)] * 8, requests]
+        follower.live(publisher.compute(ROOTS[0], tokens))
+        events.found(ROOTS[0], tokens, publisher.hits * publisher.block_size)
+        assert follower.held <= publisher.keys
+        assert set(chain_keys(ROOTS[0], tokens, publisher.block_size)) <= follower.held
+        assert events.follows
+        requests += 1
+        assert requests < 200
+    assert requests > 5
+    assert follower.held == publisher.keys
+
+
+def test_names_that_nobody_can_compute_are_not_guessed() -> None:
+    follower = late_follower(None)
+    publisher, events = follower.publisher, follower.events
+    for number in range(200):
+        tokens = [*range(12), *[publisher.rng.randrange(20)] * 8, number]
+        follower.live(publisher.compute(ROOTS[0], tokens))
+        events.found(ROOTS[0], tokens, publisher.hits * publisher.block_size)
+        assert follower.held <= publisher.keys
+    assert (events.follows, events.exact) == (False, False)
+    assert "beginning of its life" in str(events.health().problem)
+
+
+def test_what_was_evicted_while_a_request_ended_is_not_learned_from_it() -> None:
+    follower = late_follower("sha256", capacity=16)
+    publisher, events = follower.publisher, follower.events
+    for number in (19, 18):
+        tokens = [*range(12), *[number] * 8, 1]
+        follower.live(publisher.compute(ROOTS[0], tokens))
+        if number == 19:
+            events.found(ROOTS[0], tokens, publisher.hits * publisher.block_size)
+    assert events.follows
+    cached = publisher.hits * publisher.block_size
+    assert cached == 20
+    for number in range(16):
+        follower.live(publisher.compute(ROOTS[1], [number] * 5))
+    events.found(ROOTS[0], tokens, cached)  # what it found is gone by now
+    assert follower.held <= publisher.keys
 
 
 def test_a_late_message_from_before_the_subscription_does_no_harm() -> None:
