@@ -174,7 +174,8 @@ class MinuteRow(Figures, frozen=True, kw_only=True):
 class Series(msgspec.Struct, frozen=True):
     """Figures over time as columns of equal length, oldest first; ``time`` is the start of each step.
 
-    ``missed`` has a column of tokens for each cause that there was.
+    ``missed`` has a column of tokens for each cause that there was, ``evicted_ages`` one for each class of how long ago
+    those of cause ``evicted`` were (``gateway.attribution.ages``; where it is not known they are left out).
     """
 
     step_s: int
@@ -185,6 +186,7 @@ class Series(msgspec.Struct, frozen=True):
     prefill_s: list[float]
     saved_prefill_s: list[float]
     missed: dict[Cause, list[int]]
+    evicted_ages: dict[int, list[int]]
     ttft_p50_s: list[float | None]
     ttft_p95_s: list[float | None]
 
@@ -193,6 +195,7 @@ class Series(msgspec.Struct, frozen=True):
         """Columns out of (start, sums) pairs."""
         rows = list(points)
         causes = dict.fromkeys(cause for _, sums in rows for cause in sums.missed)
+        ages = sorted({age for _, sums in rows for age in sums.evicted_ages})
         return cls(
             step_s=step_s,
             time=[start for start, _ in rows],
@@ -205,6 +208,7 @@ class Series(msgspec.Struct, frozen=True):
                 cause: [sums.missed[cause].tokens if cause in sums.missed else 0 for _, sums in rows]
                 for cause in causes
             },
+            evicted_ages={age: [sums.evicted_ages.get(age, 0) for _, sums in rows] for age in ages},
             ttft_p50_s=[quantile(sums.ttft, 0.5) for _, sums in rows],
             ttft_p95_s=[quantile(sums.ttft, 0.95) for _, sums in rows],
         )

@@ -217,7 +217,8 @@ class Statistics:
         """Figures over time for a chart of the window: 10 s, 1 min, 10 min, or (beyond a day) 6 h a step."""
         now = self._clock()
         if window_minutes is not None and window_minutes * 60 <= WINDOW_S:
-            return Series.of(STEP_S, self._recent.steps(self._live_totals()))
+            steps = self._recent.steps(self._live_totals())
+            return Series.of(STEP_S, steps[-(window_minutes * 60 // STEP_S) :])
         length, span, step = window_minutes or KEEP_MINUTES, MINUTE, 10
         if length > KEEP_MINUTES:
             length, span, step = min(length, LONGEST_WINDOW_MINUTES) // 60, HOUR, 6

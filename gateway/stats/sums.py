@@ -188,12 +188,14 @@ class Sums(msgspec.Struct, omit_defaults=True):
     def since(self, earlier: Sums) -> Sums:
         """What came after ``earlier``, a former state of the same sums; nothing is ever below zero.
 
-        Of the hold-out and the ages of what was evicted nothing is told.
+        Of the hold-out nothing is told.
         """
         later = Sums(**{name: max(0, getattr(self, name) - getattr(earlier, name)) for name in _SCALARS})
-        for bucket, count in self.ttft.items():
-            if count > (before := earlier.ttft.get(bucket, 0)):
-                later.ttft[bucket] = count - before
+        for now, before, more in (
+            (self.ttft, earlier.ttft, later.ttft),
+            (self.evicted_ages, earlier.evicted_ages, later.evicted_ages),
+        ):
+            more.update({key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)})
         for cause, missed in self.missed.items():
             known = earlier.missed.get(cause) or Missed()
             if missed.tokens > known.tokens:

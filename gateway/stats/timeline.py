@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 MINUTE: Final = Span("minute", 60, 24 * 60, 10)
-HOUR: Final = Span("hour", 3600, 30 * 24, 24)
+HOUR: Final = Span("hour", 3600, 30 * 24, 6)
 SPANS: Final = (MINUTE, HOUR)
 
 KEEP_MINUTES: Final = MINUTE.keep

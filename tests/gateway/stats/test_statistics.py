@@ -175,6 +175,23 @@ def test_the_short_series_moves_in_ten_seconds(replica: FakeReplica, record: Rec
     assert series.ttft_p50_s == [pytest.approx(0.25, rel=0.26)] * 6
 
 
+def test_the_shortest_window_shows_its_own_steps_and_how_long_ago_what_they_missed_was_evicted(
+    replica: FakeReplica, record: Record
+) -> None:
+    now = NOW
+    statistics = Statistics(RedisConfig(url="redis://localhost:1"), clock=lambda: now)
+    statistics.add_replica(replica)
+    for step in range(60):
+        now = NOW + 10 * step
+        statistics._recent.observe(statistics._live_totals(), now)
+        lost = 32 if step % 2 else 16
+        statistics.record(record(finished_at=now, missed={"evicted": lost}, evicted_ages={step % 2: lost}))
+    series = statistics.series(window_minutes=5)
+    assert series.time[0] == now - now % 10 - 290
+    assert series.evicted_ages == {0: [16, 0] * 15, 1: [0, 32] * 15}
+    assert series.missed == {"evicted": [16, 32] * 15}
+
+
 def test_a_snapshot_is_json_with_the_documented_names(
     statistics: Statistics, replica: FakeReplica, record: Record
 ) -> None:
