@@ -14,16 +14,26 @@ from gateway.eviction import EvictionControl, PolicyChange
 from gateway.quality.report import QualityReport
 from gateway.stats.snapshot import Series, Snapshot
 from gateway.stats.statistics import Statistics
+from gateway.stats.timeline import LONGEST_WINDOW_MINUTES
 from gateway.stats.whatif import WhatIf, WhatIfReport
 
 __all__ = ["WINDOWS", "Feed", "Update", "Window"]
 
-Window = Literal["15m", "1h", "24h", "all"]
+Window = Literal["5m", "15m", "1h", "24h", "30d", "all"]
 
-WINDOWS: Final[dict[Window, int | None]] = {"15m": 15, "1h": 60, "24h": 24 * 60, "all": None}
+WINDOWS: Final[dict[Window, int | None]] = {
+    "5m": 5,
+    "15m": 15,
+    "1h": 60,
+    "24h": 24 * 60,
+    "30d": 30 * 24 * 60,
+    "all": None,
+}
 """Minutes of each window that the page offers; None is everything ever counted."""
 
 _PERIOD_S: Final = 1.0
+_MOST_OF_A_CORE: Final = 0.05
+"""What making the events of one window may cost: long windows over many templates are made anew less often."""
 
 
 class Eviction(msgspec.Struct, frozen=True):
@@ -36,7 +46,7 @@ class Eviction(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """One event's data. ``ever`` counts the requests of all time, ``series`` covers the window (a day at most)."""
+    """One event's data. ``ever`` counts the requests of all time, ``series`` covers the window (30 days at most)."""
 
     window: Window
     ever: int
@@ -47,7 +57,7 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class Feed:
-    """Makes the events. All pages that look at the same window share one encoding a second.
+    """Makes the events. All pages that look at the same window share one encoding a second, or longer where it is dear.
 
     A page that reads slowly gets fewer events, never a queue of old ones. ``close`` ends all streams, so that
     a shutdown does not wait for pages that are left open.
@@ -65,7 +75,7 @@ class Feed:
         self._whatif = whatif
         self._quality = quality
         self._closing = asyncio.Event()
-        self._encoded: dict[Window, tuple[int, bytes]] = {}
+        self._encoded: dict[Window, tuple[float, bytes]] = {}
         self._encode = msgspec.json.Encoder().encode
 
     def close(self) -> None:
@@ -82,17 +92,17 @@ class Feed:
                 continue
 
     def event(self, window: Window) -> bytes:
-        """The event of this second."""
-        tick = int(time.monotonic() / _PERIOD_S)
-        cached = self._encoded.get(window)
-        if cached is not None and cached[0] == tick:
-            return cached[1]
+        """The event of this moment."""
+        started = time.monotonic()
+        good_until, event = self._encoded.get(window, (0.0, b""))
+        if started < good_until:
+            return event
         minutes = WINDOWS[window]
         update = Update(
             window=window,
             ever=self._statistics.requests_ever,
             snapshot=self._statistics.snapshot(window_minutes=minutes, minutes=0),
-            series=self._statistics.series(window_minutes=minutes),
+            series=self._statistics.series(window_minutes=minutes or LONGEST_WINDOW_MINUTES),
             eviction=Eviction(
                 self._eviction.policy,
                 POLICY_NAMES,
@@ -102,5 +112,7 @@ class Feed:
             quality=self._quality(),
         )
         event = b"event: update\ndata: " + self._encode(update) + b"\n\n"
-        self._encoded[window] = (tick, event)
+        spent = time.monotonic() - started
+        # A little less than a period, so that a page that asks once in each gets a new one every time.
+        self._encoded[window] = started + max(0.9 * _PERIOD_S, spent / _MOST_OF_A_CORE), event
         return event

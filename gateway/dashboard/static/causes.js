@@ -16,6 +16,15 @@ export const CAUSES = {
   bypass: { name: "Bypass", said: "asked not to use the cache", color: "--cause-bypass" },
 };
 
+// The key to the bars of a table whose rows missed tokens.
+export function CauseKey({ rows }) {
+  const causes = Object.keys(CAUSES).filter((cause) => rows.some(({ missed }) => missed[cause] > 0));
+  if (causes.length === 0) return null;
+  return html`<ul class="legend" aria-label="Causes of missed tokens">
+    ${causes.map((cause) => html`<li key=${cause} title=${CAUSES[cause].said}><i style=${{ background: `var(${CAUSES[cause].color})` }}></i>${CAUSES[cause].name}</li>`)}
+  </ul>`;
+}
+
 // Missed tokens by cause as one bar; in words for who cannot see it.
 export function CauseBar({ missed }) {
   const parts = Object.keys(CAUSES).filter((cause) => missed[cause] > 0).sort((a, b) => missed[b] - missed[a]);

@@ -8,7 +8,7 @@ import { Rate } from "./tables.js";
 
 const COLUMNS = [
   { name: "Requests", cell: (row) => count(row.requests), value: (row) => row.requests },
-  { name: "Hit rate", cell: (row) => html`<${Rate} value=${row.token_hit_rate} />`, value: (row) => row.token_hit_rate },
+  { name: "Hit rate", wide: true, cell: (row) => html`<${Rate} value=${row.token_hit_rate} />`, value: (row) => row.token_hit_rate },
   { name: "Tokens", cell: (row) => count(row.tokens), value: (row) => row.tokens },
   { name: "Cached", cell: (row) => count(row.cached_tokens), value: (row) => row.cached_tokens },
   { name: "Saved", cell: (row) => seconds(row.saved_prefill_s), value: (row) => row.saved_prefill_s },
@@ -31,6 +31,6 @@ export function Documents({ span, said, keyHeader }) {
   const rows = report.rows.map((row) => ({ key: `${row.tenant} ${row.id}`, name: named(row), ...row }));
   if (report.other.requests > 0) rows.push({ key: "", name: "all others", ...report.other });
   return html`<${RowTable} title="Documents" said=${`${spoken}; most tokens first`} first="Document" columns=${COLUMNS} rows=${rows}
-    none="No request of this window had documents."
-    note=${`It would take about ${plural(report.distinct_prefixes, "block", "blocks")} to keep every prefix that was asked for in this window.`} />`;
+    none=${html`No request of this window had documents: send the retrieved passages as <code>documents</code> in the body, or choose a longer window.`}
+    note=${rows.length > 0 && `It would take about ${plural(report.distinct_prefixes, "block", "blocks")} to keep every prefix that was asked for in this window.`} />`;
 }

@@ -4,32 +4,36 @@ import { html, useState } from "./vendor/htm-preact.js";
 const moment = new Intl.DateTimeFormat(undefined, { month: "short", day: "2-digit", hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
 const ROWS = 200; // of the latest moments; the file has all of them
 
-// `time` and the columns have the same length; a column is { name, values, format }.
-export function FiguresOf({ title, said, time, columns }) {
+// `keys` (moments, or sizes of what is `across`) and the columns have the same length; a column is { name, values, format }.
+export function FiguresOf({ title, said, across, keys, columns }) {
   const [open, setOpen] = useState(false);
   return html`<details class="figures" onToggle=${(event) => setOpen(event.target.open)}>
     <summary>Figures<span class="unseen"> of ${title}</span></summary>
-    ${open && html`<${TableOf} title=${title} said=${said} time=${time} columns=${columns} />`}
+    ${open && html`<${TableOf} title=${title} said=${said} across=${across} keys=${keys} columns=${columns} />`}
   </details>`;
 }
 
-function TableOf({ title, said, time, columns }) {
-  const first = Math.max(0, time.length - ROWS);
-  const rows = time.slice(first).map((at, i) => [at, columns.map(({ values, format }) => format(values[first + i]))]);
+function TableOf({ title, said, across, keys, columns }) {
+  const first = across ? 0 : Math.max(0, keys.length - ROWS);
+  const rows = keys.slice(first).map((key, i) => [key, columns.map(({ values, format }) => format(values[first + i]))]);
+  if (!across) rows.reverse();
+  const [name, told, filed] = across
+    ? [across.name, across.format, (key) => key]
+    : ["time", (key) => moment.format(new Date(key * 1000)), (key) => new Date(key * 1000).toISOString()];
   const lines = () => [
-    ["time", ...columns.map(({ name }) => name)],
-    ...time.map((at, i) => [new Date(at * 1000).toISOString(), ...columns.map(({ values }) => values[i])]),
+    [name, ...columns.map((column) => column.name)],
+    ...keys.map((key, i) => [filed(key), ...columns.map(({ values }) => values[i])]),
   ];
   return html`
     <p class="note">
-      ${said}; newest first${first > 0 && `, the latest ${ROWS} of ${time.length}`}. <${fileLink} title=${title} lines=${lines} />
+      ${said}${!across && "; newest first"}${first > 0 && `, the latest ${ROWS} of ${keys.length}`}. <${fileLink} title=${title} lines=${lines} />
     </p>
     <div class="scroll" role="region" aria-label=${`Figures of ${title}`} tabindex="0">
       <table>
-        <thead><tr><th scope="col">Time</th>${columns.map(({ name }) => html`<th scope="col" key=${name}>${name}</th>`)}</tr></thead>
+        <thead><tr><th scope="col">${name[0].toUpperCase() + name.slice(1)}</th>${columns.map((column) => html`<th scope="col" key=${column.name}>${column.name}</th>`)}</tr></thead>
         <tbody>
-          ${rows.reverse().map(([at, cells]) => html`<tr key=${at}>
-            <th scope="row">${moment.format(new Date(at * 1000))}</th>${cells.map((cell, i) => html`<td key=${i}>${cell}</td>`)}
+          ${rows.map(([key, cells]) => html`<tr key=${key}>
+            <th scope="row">${told(key)}</th>${cells.map((cell, i) => html`<td key=${i}>${cell}</td>`)}
           </tr>`)}
         </tbody>
       </table>

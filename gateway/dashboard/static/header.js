@@ -12,8 +12,8 @@ export function Header({ snapshot, lost, locked, span, windows, onSpan, theme, o
       <h1>Headstart</h1>
       ${snapshot && html`<${Models} replicas=${snapshot.replicas} />`}
     </div>
+    <${Connection} snapshot=${snapshot} lost=${lost} locked=${locked} />
     <div class="controls">
-      <${Connection} snapshot=${snapshot} lost=${lost} locked=${locked} />
       <fieldset class="segments">
         <legend class="unseen">Window of the figures</legend>
         ${Object.entries(windows).map(

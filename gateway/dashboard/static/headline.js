@@ -12,7 +12,7 @@ export function Headline({ totals, said }) {
         : "no prompt tokens yet"}
       part=${totals.token_hit_rate} />
     <${Figure} name="Prefill saved" said=${said} value=${seconds(totals.saved_prefill_s)}
-      note=${saved === null ? "nothing spent yet" : html`${interval(totals)}${percent(saved)} of ${seconds(whole)}, ${seconds(totals.prefill_s)} spent${money(totals)}${checked(totals)}`}
+      note=${saved === null ? "nothing spent yet" : html`${percent(saved)} of ${seconds(whole)}${money(totals)}${interval(totals)}${checked(totals)}`}
       part=${saved} />
     <${Figure} name="Time to first token" said=${said} value=${seconds(totals.ttft_p50_s)} unit="p50"
       second=${html`<b>${seconds(totals.ttft_p95_s)}</b> <small>p95</small>`}
@@ -24,14 +24,14 @@ export function Headline({ totals, said }) {
 
 // Nine times out of ten what was saved lies in here.
 function interval({ saved_prefill_s: saved, saved_prefill_low_s: low, saved_prefill_high_s: high }) {
-  return saved > 0 && html`<span title="What was saved lies in here nine times out of ten">${seconds(low)} to ${seconds(high)};</span> `;
+  return saved > 0 && html`<br /><span title="What was saved lies in here nine times out of ten">${seconds(low)} to ${seconds(high)}, at 90%</span>`;
 }
 
 const money = ({ saved_money: money }) => money && `; worth ${money.amount.toFixed(2)} ${money.currency}`;
 
 // Requests that were kept from the cache show what the estimate is worth.
 function checked({ calibration }) {
-  return calibration && html`<br />Held out: ${plural(calibration.requests, "request", "requests")} took ${seconds(calibration.measured_prefill_s)}, foretold ${seconds(calibration.estimated_prefill_s)}`;
+  return calibration && html`<br />${plural(calibration.requests, "request", "requests")} held out: ${seconds(calibration.measured_prefill_s)} measured, ${seconds(calibration.estimated_prefill_s)} estimated`;
 }
 
 function outcome({ requests, failed, aborted, completion_tokens: tokens }) {

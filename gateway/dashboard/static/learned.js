@@ -16,7 +16,7 @@ export function Learned({ keyHeader }) {
   const { proposals, learning, hoist } = found;
   return html`<section class="card learned" aria-labelledby="learned-title">
     <div class="bar-title">
-      <h2 id="learned-title">Volatile fields found <small>in system prompts of no registered template</small></h2>
+      <h2 id="learned-title">Volatile fields found <small>in system prompts of no registered template, since the gateway started</small></h2>
       <span class="note" role="status">${said}</span>
     </div>
     ${proposals.length === 0
@@ -29,7 +29,7 @@ function nothing(hoist, learning) {
   if (learning.observed === 0 && hoist !== "suggest" && hoist !== "apply") {
     return html`Nothing is looked for, as <code>canonical.hoist</code> is <code>${hoist}</code>.`;
   }
-  return `None in ${plural(learning.observed, "prompt", "prompts")}: a field takes some 14 requests of its template to be found.`;
+  return `None in ${plural(learning.observed, "prompt", "prompts")}: send some 14 requests of a template, and the fields in it are found.`;
 }
 
 function Proposal({ proposal, onDecide }) {
@@ -60,7 +60,7 @@ function Proposal({ proposal, onDecide }) {
       ${moved.map(
         (field) => html`<li key=${field.name}>
           <b>${field.name}</b> ${field.shape}: ${field.distinct > 31 ? "about " : ""}${plural(field.distinct, "value", "values")} in
-          ${" "}${plural(field.requests, "request", "requests")}, another one in ${percent(field.changes / Math.max(1, field.requests - 1))},
+          ${" "}${plural(field.requests, "request", "requests")}, another one than before in ${percent(field.changes / Math.max(1, field.requests - 1))},
           up to ${count(field.longest)} characters
         </li>`,
       )}

@@ -15,7 +15,7 @@ export function Notices({ update, lost }) {
       if (row.state === "starting") notices.push(["info", `${name} is starting${row.down_reason ? `: ${row.down_reason}` : "."}`]);
     }
     const { state, reason, where } = update.snapshot.redis;
-    if (state === "down") notices.push(["warn", `${where} is down (${reason}). Requests are served and counted all the same; other gateways’ figures are old.`]);
+    if (state === "down") notices.push(["warn", `${where} is down (${reason.replace(/\.$/, "")}). Requests are served and counted all the same; other gateways’ figures are old.`]);
     if (state === "off") notices.push(["warn", `Statistics stay in this process: ${reason}`]);
   }
   return html`<div class="notices" aria-live="polite">

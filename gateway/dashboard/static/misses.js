@@ -1,17 +1,23 @@
 // Why prompt tokens had to be computed: by cause, over time and per template, with the place where a prompt turned away.
 import { html, useState } from "./vendor/htm-preact.js";
-import { MissChart } from "./charts.js";
+import { AgeChart, MissChart } from "./charts.js";
 import { CAUSES } from "./causes.js";
+import { fileLink } from "./figures.js";
 import { count, percent, plural, seconds, share, time } from "./format.js";
 import { Missing, usePolled } from "./polled.js";
 
 const FIRST = 6; // of the places where prompts turn away; the rest on demand
 
-export function Misses({ span, said, series, theme, keyHeader }) {
+export function Misses({ span, said, series, charted, keyHeader }) {
   const [report] = usePolled(`misses?window=${span}`, keyHeader);
   const [template, setTemplate] = useState("");
   const [all, setAll] = useState(false);
   if (report === null || report.problem) return html`<${Missing} title="Misses" said=${report} />`;
+  if (report.enabled && report.prompt_tokens === 0) {
+    return html`<section class="card"><h2>Misses <small>${said}</small></h2>
+      <p class="note">No request in this window: choose a longer one, or send some, and each token that was not cached is told here with its cause.</p>
+    </section>`;
+  }
   if (!report.enabled) {
     return html`<section class="card"><h2>Misses</h2>
       <p class="note">Misses are not explained here: <code>[attribution] enabled</code> is false in the configuration.</p>
@@ -20,7 +26,10 @@ export function Misses({ span, said, series, theme, keyHeader }) {
   const templates = [...new Set(report.rows.map((row) => row.template))].sort();
   const rows = report.rows.filter((row) => template === "" || row.template === template);
   return html`
-    <${MissChart} series=${series} theme=${theme} />
+    <section class="charts" aria-label=${`Charts, ${charted}`}>
+      <${MissChart} series=${series} said=${charted} />
+      <${AgeChart} series=${series} said=${charted} />
+    </section>
     <${Causes} report=${report} said=${said} />
     <section class="card misses" aria-labelledby="turns-title">
       <div class="bar-title">
@@ -41,8 +50,12 @@ export function Misses({ span, said, series, theme, keyHeader }) {
 
 function Causes({ report, said }) {
   const rows = Object.entries(report.causes).filter(([, lost]) => lost.tokens > 0).sort(([, a], [, b]) => b.tokens - a.tokens);
+  const lines = () => [["cause", "requests", "tokens", "prefill seconds"], ...rows.map(([cause, lost]) => [cause, lost.requests, lost.tokens, lost.prefill_s])];
   return html`<section class="card table" aria-labelledby="causes-title">
-    <h2 id="causes-title">Causes <small>${said}; ${count(report.missed_tokens)} of ${plural(report.prompt_tokens, "prompt token", "prompt tokens")} missed</small></h2>
+    <div class="bar-title">
+      <h2 id="causes-title">Causes <small>${said}; ${count(report.missed_tokens)} of ${plural(report.prompt_tokens, "prompt token", "prompt tokens")} missed</small></h2>
+      ${rows.length > 0 && html`<${fileLink} title="Causes" lines=${lines} />`}
+    </div>
     ${rows.length === 0
       ? html`<p class="note">Nothing was missed in this window.</p>`
       : html`<div class="scroll" role="region" aria-labelledby="causes-title" tabindex="0"><table class="causes">

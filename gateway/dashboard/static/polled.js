@@ -39,7 +39,7 @@ export function useAct(keyHeader, load) {
           body: body && JSON.stringify(body),
         });
         const answer = response.status === 204 ? null : await response.json();
-        setSaid(response.ok ? spoken(answer) : (answer.error?.message ?? `The gateway answered ${response.status}.`));
+        setSaid(answer?.error ? answer.error.message : spoken(answer));
       } catch {
         setSaid("The gateway cannot be reached.");
       }

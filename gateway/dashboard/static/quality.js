@@ -1,8 +1,8 @@
 // The quality gate: what reordering documents earns, whether it harms answers, and the switch.
-import { html, useState } from "./vendor/htm-preact.js";
+import { html, useCallback, useState } from "./vendor/htm-preact.js";
 import { count, percent, plural, seconds } from "./format.js";
+import { useAct } from "./polled.js";
 
-const URL_QUALITY = new URL("../../admin/quality/", import.meta.url);
 const METRICS = {
   agreement: { name: "Disagreement", unit: "" },
   logprob: { name: "Log-probability lost", unit: " nats" },
@@ -13,9 +13,9 @@ const SAID = { harmless: "harmless within the bound", undecided: "undecided", ha
 export function Quality({ quality, keyHeader }) {
   const { templates, shadows } = quality;
   return html`<section class="card quality" aria-labelledby="quality-title">
-    <h2 id="quality-title">Quality <small>does another order of documents harm answers</small></h2>
+    <h2 id="quality-title">Quality <small>does another order of documents harm answers; since each test began</small></h2>
     ${templates.length === 0
-      ? html`<p class="note">Nothing was measured yet. <code>[quality]</code> in the configuration says which share of the
+      ? html`<p class="note">Nothing was measured yet: <code>[quality]</code> in the configuration says which share of the
           requests keeps the application’s order (<code>holdout</code>) and which is asked again (<code>sample</code>).</p>`
       : templates.map((row) => html`<${Template} key=${row.template} row=${row} keyHeader=${keyHeader} />`)}
     ${templates.length > 0 && html`<p class="note">
@@ -55,28 +55,16 @@ const signed = (value) => `${value < 0 ? "−" : ""}${Math.abs(value).toFixed(2)
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 
 function Switch({ row, keyHeader }) {
-  const [said, setSaid] = useState("");
   const [busy, setBusy] = useState(false);
-
-  async function apply() {
+  const [said, send] = useAct(keyHeader, useCallback(() => setBusy(false), []));
+  const apply = () => {
     setBusy(true);
-    setSaid("");
-    try {
-      const response = await fetch(new URL(encodeURIComponent(row.template), URL_QUALITY), {
-        method: "POST",
-        headers: { "content-type": "application/json", ...keyHeader },
-        body: JSON.stringify({ reordering: !row.reordering }),
-      });
-      const body = await response.json();
-      setSaid(body.error ? body.error.message : body.reordering ? "Reordered again; a new test has begun." : "Switched off.");
-    } catch {
-      setSaid("The gateway cannot be reached.");
-    }
-    setBusy(false);
-  }
+    const settled = (now) => (now.reordering ? "Reordered again; a new test has begun." : "Switched off.");
+    send("POST", `quality/${encodeURIComponent(row.template)}`, settled, { reordering: !row.reordering });
+  };
 
   return html`<div class="switch">
     <span role="status">${said}</span>
-    <button type="button" onClick=${apply} disabled=${busy}>${row.reordering ? "Switch off" : "Switch on again"}</button>
+    <button type="button" onClick=${apply} disabled=${busy}>${row.reordering ? "Switch off" : "Switch on again"}<span class="unseen"> for ${row.template}</span></button>
   </div>`;
 }

@@ -10,10 +10,10 @@ const rate = (row) => share(row.cached_tokens, row.prompt_tokens);
 
 const COLUMNS = [
   { name: "Template", cell: (row) => row.template, value: (row) => row.template },
-  { name: "Hit rate", cell: (row) => html`<${Rate} value=${rate(row)} />`, value: rate },
-  { name: "Prompt", cell: (row) => count(row.prompt_tokens), value: (row) => row.prompt_tokens },
-  { name: "Cached", cell: (row) => count(row.cached_tokens), value: (row) => row.cached_tokens },
-  { name: "Generated", cell: (row) => count(row.completion_tokens), value: (row) => row.completion_tokens },
+  { name: "Hit rate", wide: true, cell: (row) => html`<${Rate} value=${rate(row)} />`, value: rate },
+  { name: "Prompt tokens", cell: (row) => count(row.prompt_tokens), value: (row) => row.prompt_tokens },
+  { name: "Cached tokens", cell: (row) => count(row.cached_tokens), value: (row) => row.cached_tokens },
+  { name: "Generated tokens", cell: (row) => count(row.completion_tokens), value: (row) => row.completion_tokens },
   { name: "Missed for", cell: (row) => html`<${CauseBar} missed=${row.missed} />` },
   { name: "TTFT", cell: (row) => seconds(row.ttft_s), value: (row) => row.ttft_s },
   { name: "Saved", cell: (row) => (row.held_out ? "held out" : seconds(row.saved_prefill_s)), value: (row) => row.saved_prefill_s },
@@ -27,5 +27,5 @@ export function Requests({ keyHeader }) {
   if (report === null || report.problem) return html`<${Missing} title="Requests" said=${report} />`;
   const rows = report.requests.map((row, i) => ({ key: `${row.finished_at} ${i}`, name: time(row.finished_at), ...row }));
   return html`<${RowTable} title="Requests" said="the last 200 that ended at this gateway, newest first" first="Time" columns=${COLUMNS}
-    rows=${rows} none="No request has ended here since the gateway started." note="Prompts and answers are not kept." />`;
+    rows=${rows} none="No request has ended here since the gateway started: send one, and it shows within five seconds." note="Prompts and answers are not kept." />`;
 }

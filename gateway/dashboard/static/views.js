@@ -1,5 +1,5 @@
 // The views of the page and the hash that names the one shown, so that a view can be linked to and Back works.
-import { html, useEffect, useState } from "./vendor/htm-preact.js";
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 
 export const VIEWS = {
   overview: "Overview",
@@ -31,8 +31,15 @@ export function useView() {
 }
 
 export function Navigation({ view }) {
+  const list = useRef(null);
+  useEffect(() => {
+    // On a phone the links scroll: the one of this view is brought into sight, and nothing else moves.
+    const { offsetLeft, offsetWidth } = list.current.querySelector("[aria-current]");
+    const bar = list.current.parentElement;
+    bar.scrollLeft = offsetLeft + offsetWidth / 2 - bar.clientWidth / 2;
+  }, [view]);
   return html`<nav aria-label="Views">
-    <ul>
+    <ul ref=${list}>
       ${Object.entries(VIEWS).map(
         ([name, label]) => html`<li key=${name}><a href=${`#${name}`} aria-current=${name === view ? "page" : null}>${label}</a></li>`,
       )}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import random
 import re
-import shutil
 import socket
 import threading
 import time
@@ -44,9 +42,9 @@ from gateway.stats.record import RequestRecord
 from gateway.stats.statistics import Statistics
 from gateway.stats.whatif import WhatIf
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+from .conftest import opened
+
+GROUND = "getComputedStyle(document.body).backgroundColor"
 
 
 def _replica(id: str) -> Replica:
@@ -186,32 +184,6 @@ def site() -> Iterator[Site]:
     site.stop()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@contextlib.contextmanager
-def opened(browser: Any, url: str, *, width: int = 1440, height: int = 900) -> Iterator[Any]:
-    """A page in a context of its own; whatever it complains about in its console fails the test."""
-    context = browser.new_context(viewport={"width": width, "height": height})
-    context.set_default_timeout(10_000)
-    tab = context.new_page()
-    complaints: list[str] = []
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
-    tab.on("console", lambda line: complaints.append(line.text) if line.type in ("error", "warning") else None)
-    tab.goto(url)
-    try:
-        yield tab
-    finally:
-        context.close()
-    expected = ("Failed to load resource", "net::ERR")  # a gateway that is away or wants a key
-    assert [line for line in complaints if not any(part in line for part in expected)] == []
-
-
 def test_figures_arrive_and_move_without_a_reload(site: Site, browser: Any) -> None:
     site.record(4)
     with opened(browser, site.url) as tab:
@@ -219,7 +191,7 @@ def test_figures_arrive_and_move_without_a_reload(site: Site, browser: Any) -> N
         headline.get_by_text("50.0%", exact=True).wait_for()
         headline.get_by_text("200 of 400 prompt tokens").wait_for()
         tab.get_by_role("rowheader", name="default").wait_for()
-        assert tab.locator("canvas").count() == 3
+        assert tab.locator("canvas").count() == 4
         site.record(4, cached_tokens=100)
         headline.get_by_text("75.0%", exact=True).wait_for()
         assert tab.locator("header").get_by_role("status").inner_text() == "Live"
@@ -283,6 +255,10 @@ def test_the_admin_key_is_asked_for_and_kept_in_the_tab_only(browser: Any) -> No
 def test_every_view_is_reached_by_keyboard_and_fits_a_phone(site: Site, browser: Any) -> None:
     site.record(1, template="a-template-with-quite-a-long-name-of-its-own")
     with opened(browser, site.url, width=390, height=844) as tab:
+        tab.get_by_role("navigation", name="Views").wait_for()
+        tab.keyboard.press("Tab")
+        tab.keyboard.press("Enter")
+        assert tab.evaluate("document.activeElement.tagName") == "MAIN"
         views = tab.get_by_role("navigation", name="Views").get_by_role("link")
         tab.get_by_role("region", name="Headline figures, last 15 minutes").wait_for()
         names = views.all_inner_texts()
@@ -319,7 +295,19 @@ def test_a_chosen_theme_is_kept(site: Site, browser: Any) -> None:
         tab.get_by_role("button", name="Theme: dark").wait_for()
         tab.reload()
         assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
-        assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 22)"
+        assert tab.evaluate(GROUND) == "rgb(13, 17, 22)"
+
+
+def test_without_a_choice_the_theme_follows_the_system_charts_included(site: Site, browser: Any) -> None:
+    site.record(4)
+    with opened(browser, site.url) as tab:
+        canvas = tab.get_by_role("figure").filter(has_text="Token hit rate").locator("canvas")
+        drawn = canvas.evaluate("canvas => canvas.toDataURL()")
+        assert tab.evaluate(GROUND) == "rgb(244, 246, 248)"
+        tab.emulate_media(color_scheme="dark")
+        tab.wait_for_function(f"() => {GROUND} === 'rgb(13, 17, 22)'")
+        changed = "([canvas, before]) => canvas.toDataURL() !== before"
+        tab.wait_for_function(changed, arg=[canvas.element_handle(), drawn])
 
 
 def test_the_policy_is_switched_where_its_alternatives_are_shown(site: Site, browser: Any) -> None:
@@ -334,6 +322,9 @@ def test_the_policy_is_switched_where_its_alternatives_are_shown(site: Site, bro
         section = tab.get_by_role("region", name="Eviction what if, last hour").first
         section.get_by_text("Switch from lru to s3fifo").wait_for()
         section.get_by_role("columnheader", name="64 blocks (now)").wait_for()
+        curves = tab.get_by_role("img", name=re.compile("^Hit rate by pool size by blocks in all pools; now: "))
+        assert "lru (in force)" in (said := curves.get_attribute("aria-label"))
+        assert said.endswith("now: lru, 64 blocks")
         assert section.get_by_role("button", name="Switch").is_disabled()
         section.get_by_label("Policy").select_option("s3fifo")
         section.get_by_role("button", name="Switch").click()
@@ -370,6 +361,21 @@ def test_the_cause_of_a_miss_is_named_with_the_place_and_without_its_text(site: 
         assert place.locator("mark").all_inner_texts() == ["00:00", "00:00"]
         assert "09:26" not in tab.locator("main").inner_text()
         tab.get_by_role("img", name=re.compile("Missed tokens over time; latest: .*Volatile field 80")).wait_for()
+
+
+def test_it_is_shown_how_long_before_evicted_tokens_had_been_held_and_they_are_all_there(
+    site: Site, browser: Any
+) -> None:
+    site.record(1, missed={"evicted": 50}, evicted_ages={3: 20, 9: 16})
+    with opened(browser, f"{site.url}#misses") as tab:
+        ages = tab.get_by_role("figure").filter(has_text="Evicted tokens asked for again")
+        ages.wait_for()
+        legend = ages.get_by_role("listitem").all_inner_texts()
+        assert [line.split() for line in legend] == [
+            ["up", "to", "17", "min", "16"],
+            ["up", "to", "16", "s", "20"],
+            ["not", "known", "14"],
+        ]
 
 
 @pytest.mark.parametrize("width", [1440, 390])

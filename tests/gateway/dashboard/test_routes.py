@@ -145,10 +145,32 @@ def test_events_carry_figures_and_series_of_their_window(window: Any, statistics
 def test_pages_that_watch_the_same_window_share_an_encoding(
     statistics: Statistics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.dashboard.feed.time.monotonic", lambda: 100.5)
+    now = 100.5
+    monkeypatch.setattr("gateway.dashboard.feed.time.monotonic", lambda: now)
     feed = Feed(statistics, EvictionControl({}, "lru"), None, no_quality)
-    assert feed.event("1h") is feed.event("1h")
+    assert (first := feed.event("1h")) is feed.event("1h")
     assert feed.event("1h") is not feed.event("15m")
+    now += 1.0
+    assert feed.event("1h") is not first
+
+
+def test_events_that_are_dear_to_make_are_made_less_often(
+    statistics: Statistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.5
+    monkeypatch.setattr("gateway.dashboard.feed.time.monotonic", lambda: now)
+
+    def slow() -> QualityReport:
+        nonlocal now
+        now += 0.4
+        return no_quality()
+
+    feed = Feed(statistics, EvictionControl({}, "lru"), None, slow)
+    first = feed.event("30d")
+    now += 7.0
+    assert feed.event("30d") is first
+    now += 1.0
+    assert feed.event("30d") is not first
 
 
 def test_closing_the_feed_ends_open_streams_and_new_ones_at_once(statistics: Statistics) -> None:
