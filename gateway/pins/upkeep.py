@@ -30,6 +30,10 @@ PinState = Literal["waiting", "warming", "resident", "not_resident", "warmed"]
 
 _SETTLE_S: Final = 0.1
 _POLL_S: Final = 0.05
+_POLLS: Final = 20  # then all pins are looked at again
+_PATIENCE_S: Final = 10.0
+"""After so long without an idle moment it is said that a prefix still waits for one."""
+
 _RETRY_S: Final = 5.0
 _MOST_TRIES: Final = 3
 """A prefix whose prefill has failed so often is left to the requests that have it, until the replica starts again."""
@@ -72,6 +76,7 @@ class ReplicaPins:
         self._changed = asyncio.Event()
         self._applying: Final = asyncio.Lock()
         self._arrived_at = -math.inf
+        self._busy_since: float | None = None  # while something waits for an idle moment
         self._current: asyncio.Task[int] | None = None
         self._warming: Chain | None = None
         self._task: asyncio.Task[None] | None = None
@@ -145,11 +150,17 @@ class ReplicaPins:
         return "waiting" if self._to_be_warmed(chain) else "not_resident"
 
     def problem(self, id: str) -> str | None:
-        """Why a pin is not in force here, or could not be prefilled; None when nothing is wrong."""
-        keys = self._targets[id].chain.keys
-        return self._refusals.get(keys) or self._failures.get(keys)
+        """Why a pin is not in force here, or was not prefilled; None when nothing is wrong."""
+        chain = self._targets[id].chain
+        return self._refusals.get(chain.keys) or self._failures.get(chain.keys) or self._delay(chain)
 
     # --- inside ------------------------------------------------------------------------------------------
+
+    def _delay(self, chain: Chain) -> str | None:
+        waited = 0.0 if self._busy_since is None else self._clock() - self._busy_since
+        if waited < _PATIENCE_S or not self._to_be_warmed(chain):
+            return None
+        return f"not prefilled yet: in {waited:.0f} s the replica had no moment without requests"
 
     def _forget(self) -> None:
         self._applied: set[tuple[bytes, ...]] = set()
@@ -214,8 +225,8 @@ class ReplicaPins:
         failed: set[tuple[bytes, ...]] = set()  # and tried again in the next round
         while not self._changed.is_set() and (target := self._next_to_warm(failed)) is not None:
             if not self._is_idle():
-                await asyncio.sleep(_POLL_S)
-                continue
+                await self._wait()
+                continue  # what was to be prefilled may have come with a request
             begun = self._clock()
             computed = await self._try(target)
             seconds += self._clock() - begun
@@ -225,6 +236,8 @@ class ReplicaPins:
                 continue
             prefixes += 1
             tokens += computed
+        if not self._changed.is_set():  # nothing is left
+            self._busy_since = None
         if prefixes:
             self.warmed_prefixes += prefixes
             self.warmed_tokens += tokens
@@ -247,6 +260,15 @@ class ReplicaPins:
     def _resident(self, chain: Chain) -> int:
         held = self._held()
         return next((count for count, key in enumerate(chain.keys) if key not in held), len(chain.keys))
+
+    async def _wait(self) -> None:
+        """Wait for a moment in which nobody wants anything of the replica, for a second at most."""
+        self._busy_since = self._clock() if self._busy_since is None else self._busy_since
+        for _ in range(_POLLS):
+            await asyncio.sleep(_POLL_S)
+            if self._is_idle():
+                self._busy_since = None
+                return
 
     def _is_idle(self) -> bool:
         """Whether nobody wants anything of the replica, as far as it and this gateway know."""

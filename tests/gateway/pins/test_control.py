@@ -211,6 +211,42 @@ def test_a_killed_engine_process_comes_back_with_its_pins_warm() -> None:
     asyncio.run(main())
 
 
+def test_a_prefix_that_waits_for_an_idle_moment_says_so_and_waits_no_more_when_a_request_has_brought_it(
+    folder: Path,
+) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    replica = ScriptedReplica("engine-0", tokenizer, scripted_info(tokenizer))
+    tokens = [3 + i % 200 for i in range(96)]
+    keys = tuple(chain_keys(bytes(16), tokens, 16))
+    held: set[bytes] = set()
+    now, busy = 1000.0, 1
+    pins = ReplicaPins(replica, held=lambda: held, in_flight=lambda: busy, clock=lambda: now)
+
+    async def main() -> None:
+        nonlocal now, busy
+        await replica.start()
+        pins.want({"pin-1": Target(Chain(keys, tokens, bytes(16)))}, restarted=True)
+        pins.start()
+        await until(lambda: pins.pinned("pin-1") and pins._busy_since is not None)
+        assert (pins.state("pin-1"), pins.problem("pin-1")) == ("waiting", None)
+        now += 60
+        assert pins.problem("pin-1") == "not prefilled yet: in 60 s the replica had no moment without requests"
+        held.update(keys)
+        assert (pins.state("pin-1"), pins.problem("pin-1")) == ("resident", None)
+        await until(lambda: pins._busy_since is None)
+        held.clear()
+        pins.want({"pin-2": Target(Chain(keys, tokens, bytes(16)))})
+        await until(lambda: pins._busy_since is not None)
+        assert replica.submitted == []
+        busy = 0
+        await until(lambda: pins.warmed_prefixes == 1)
+        assert pins.problem("pin-2") is None
+        await pins.stop()
+        await replica.stop(0)
+
+    asyncio.run(main())
+
+
 def test_a_remote_server_is_warmed_once_and_never_told_to_keep_anything(folder: Path) -> None:
     async def scenario(remote: Remote, server: MockServer) -> None:
         server.behave = saying(whole("x", finish="length"))
