@@ -20,17 +20,38 @@ _UNKNOWN: Final = (0.5, 2.0)
 _STEP: Final = 0.01
 _CHECKED_STEP: Final = 0.08
 _LEAST, _MOST = -0.1, 0.3  # below 0 the interval holds all that is known, and misses are owed for a while
-_DRIFT: Final = 0.05  # weight of the latest ratio in the mean: it follows some twenty
+_SLOW: Final = 0.05
+_RATES: Final = (_SLOW, 0.15, 0.4)
+"""Weights of the latest ratio in the running means: on a calm machine many ratios tell best where the level is, while
+its load changes the latest few do."""
+
+_MEMORY: Final = 0.05  # weight of the latest error of a mean in what is thought of it
+_BETTER: Final = 1.1  # the mean in use may be so much worse than another
 _ODD: Final = 0.5  # as a logarithm; a process that was paused is not a slow machine
-_LATEST: Final = 5
+
+
+class _Mean:
+    """A running mean of the ratios' logarithms, and how far off it was of late. Owned by its spread."""
+
+    __slots__ = ("error", "rate", "value")
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.value = 0.0
+        self.error = 0.0
+
+    def add(self, level: float, latest: float, number: int) -> None:
+        """Take in the ``number``-th ratio: its logarithm to be judged by, and a ``latest`` one to follow."""
+        self.error += max(_MEMORY, 1 / number) * (min(1.0, abs(level - self.value)) - self.error)
+        self.value += max(self.rate, 1 / (number + 1)) * min(_ODD, max(-_ODD, latest - self.value))
 
 
 class Spread:
     """The ratios of what was measured to what was estimated over the last 200 requests. Owns them.
 
     ``factor`` is what estimates are to be multiplied by: the machine may have become slower within a few requests,
-    while the curve behind the estimates remembers many steps. It follows slowly what changes slowly, and begins anew
-    where the latest five ratios agree that the level is another one. All else is about estimates so corrected.
+    while the curve behind the estimates remembers many steps. Of several means of the ratios, slow and quick to follow,
+    it is the one that was least off of late. All else is about estimates so corrected.
 
     The interval lies between two quantiles of their ratios, which are moved with each ratio so that in the long run it
     holds ``COVERAGE`` of them, even where the machine becomes noisier meanwhile (adaptive conformal inference, Gibbs
@@ -42,15 +63,16 @@ class Spread:
         self._ratios: deque[float] = deque()
         self._sorted: list[float] = []
         self._outside = 1 - COVERAGE  # the share of the kept ratios that the interval leaves out
-        self._latest: deque[float] = deque(maxlen=_LATEST)  # as logarithms
-        self._mean = 0.0  # of the ratios' logarithms
+        self._means: Final = [_Mean(rate) for rate in _RATES]
+        self._mean = self._means[0]  # the one in use
+        self._latest: deque[float] = deque(maxlen=3)  # as logarithms
         self._variance = 0.0
         self._seen = 0
 
     @property
     def factor(self) -> float:
         """What was measured of late, divided by what had been estimated, in the mean."""
-        return math.exp(self._mean)
+        return math.exp(self._mean.value)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -67,34 +89,28 @@ class Spread:
         """By which part of themselves all estimates may be off together, at the same level of confidence."""
         if len(self._sorted) < _ENOUGH:
             return _UNKNOWN[1] - 1
-        return math.expm1(1.645 * math.sqrt(self._variance * _DRIFT / (2 - _DRIFT)))
+        rate = self._mean.rate
+        return math.expm1(1.645 * math.sqrt(self._variance * rate / (2 - rate)))
 
     def add(self, ratio: float, *, held_out: bool = False) -> None:
         """Take in one more: what was measured, divided by what had been estimated, uncorrected."""
         level = math.log(ratio)
-        error = level - self._mean
         ratio /= self.factor
         if len(self._sorted) >= _ENOUGH:
             low, high = self.interval
             missed = not low <= ratio <= high
             step = _CHECKED_STEP if held_out else _STEP
             self._outside = min(_MOST, max(_LEAST, self._outside + step * (1 - COVERAGE - missed)))
-        self._seen += 1
-        self._mean += max(_DRIFT, 1 / (self._seen + 1)) * min(_ODD, max(-_ODD, error))
-        self._variance = (1 - _DRIFT) * (self._variance + _DRIFT * error * error)
+        self._variance += _SLOW * ((level - self._mean.value) ** 2 - self._variance)
         self._latest.append(level)
-        if (changed := self._changed_level()) is not None:
-            self._mean, self._seen = changed, _LATEST
+        # One pause of the process is nothing to follow quickly, so the quick ones see the median of three.
+        median = sorted(self._latest)[1] if len(self._latest) == 3 else level
+        self._seen += 1
+        for mean in self._means:
+            mean.add(level, level if mean.rate == _SLOW else median, self._seen)
+        used = self._mean
+        self._mean = min(self._means, key=lambda mean: mean.error * (1.0 if mean is used else _BETTER))
         self._ratios.append(ratio)
         insort(self._sorted, ratio)
         if len(self._ratios) > _KEPT:
             del self._sorted[bisect_left(self._sorted, self._ratios.popleft())]
-
-    def _changed_level(self) -> float | None:
-        """The level of the latest ratios if all of them are to one side of the mean, and not by chance."""
-        latest = sorted(self._latest)
-        if len(latest) < _LATEST or latest[0] <= self._mean <= latest[-1]:
-            return None
-        weight = 1 - (1 - _DRIFT) ** (len(self._ratios) + 1)
-        median = latest[_LATEST // 2]
-        return median if (median - self._mean) ** 2 > self._variance / weight else None
