@@ -8,9 +8,10 @@ with all that belongs to it: fingerprints of the documents, the search, populari
 request is simulated, which empties the processor's caches as a real one would.
 
 The second part is the cost in a corpus of 100,000 documents, for 5, 10 and 20 documents per request: each of them has
-been sent before and is cached, then requests drawn by Zipf's law are timed. The prompt's block keys, which a request
+been sent twice and is cached, then requests drawn by Zipf's law are timed. The prompt's block keys, which a request
 needs anyway, are timed beside it: ``keys_us`` as they are made behind an order, which has hashed some of them, and
-``keys_us_alone`` as they are made without. With ``--peer``, contexts of the same corpus are fed to one index until
+``keys_us_alone`` as they are made without; ``added_us`` is what the order adds to a request, all three together.
+With ``--peer``, contexts of the same corpus are fed to one index until
 ContextPilot fails or its time is up.
 Prints one JSON object.
 """
@@ -33,7 +34,7 @@ from benchmarks.rag_trace import RagPrompt, rag_prompts
 from cache_policy.keys import TOKEN_BYTES, chain_keys
 from gateway.analysis.cache import SimulatedFleet
 from gateway.canonical.batch_order import BatchRequest, batch_orders
-from gateway.canonical.documents import read_documents
+from gateway.canonical.documents import Document, read_documents
 from gateway.canonical.popularity import Popularity, ranking
 from gateway.canonical.resident import ResidentPath, ResidentPaths
 from gateway.canonical.sighting import Scope, Sighting
@@ -74,9 +75,7 @@ class OnlineOrder:
 
     def choose(self, prompt: RagPrompt, resident: Set[bytes]) -> tuple[Sequence[int], ResidentPath]:
         """The order, and what of the prompt was found resident."""
-        # Some text instead of the real one, which is shorter: it only has to be read. Prompts are made of it anyway.
-        raw = [{"id": id, "text": data.hex()} for id, data in zip(prompt.documents, prompt.blocks, strict=True)]
-        documents, _ = read_documents(raw)
+        documents = _documents(prompt.documents, prompt.blocks)
         for document in documents:
             _ = document.block
         path = ResidentPath()
@@ -94,6 +93,11 @@ class OnlineOrder:
         self.popularity.observe(Sighting(scope, fingerprints))
         self.seconds.append(time.process_time() - started)
         return order, path
+
+
+def _documents(names: Sequence[str], blocks: Sequence[bytes]) -> tuple[Document, ...]:
+    """Documents with some text instead of the real one, which is shorter: it only has to be read."""
+    return read_documents([{"id": name, "text": data.hex()} for name, data in zip(names, blocks, strict=True)])[0]
 
 
 def as_retrieved(prompt: RagPrompt, resident: Set[bytes]) -> Sequence[int]:
@@ -236,7 +240,7 @@ def cost_figures(count: int, width: int) -> dict[str, Any]:
     resident: set[bytes] = set()
     behind: list[float] = []
     alone: list[float] = []
-    for context in [*known, *contexts(count, width)]:
+    for context in [*known, *known, *contexts(count, width)]:
         blocks = tuple([data_of[name] for name in context])
         prompt = RagPrompt("all", _ROOT * 48, context, blocks, chance.randbytes(40 * TOKEN_BYTES))
         order, path = ours.choose(prompt, resident)
@@ -253,13 +257,18 @@ def cost_figures(count: int, width: int) -> dict[str, Any]:
         alone.append(time.process_time() - keyed)
         behind.append(keyed - started)
         resident.update(keys)
+    corpus = _documents([*data_of], [*data_of.values()])
+    asked = ours.popularity.snapshot(Scope("default", "all")).asked([document.fingerprint for document in corpus])
+    added = [order + later - before for order, later, before in zip(ours.seconds, behind, alone, strict=True)]
     return {
         "us": _microseconds(ours.seconds[-count:]),
+        "added_us": _microseconds(added[-count:]),
         "keys_us": _microseconds(behind[-count:]),
         "keys_us_alone": _microseconds(alone[-count:]),
         "requests": count,
         "documents_sent_before": CORPUS,
         "blocks_cached": len(resident),
+        "documents_known": sum(map(bool, asked)),
         "documents_counted": ours.popularity.documents,
         "pairs_counted": ours.popularity.pairs,
         "keys_remembered": ours.paths.remembered,

@@ -6,10 +6,10 @@ a citation means. Text, title and every further attribute survive byte for byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -27,6 +27,23 @@ _MEMORABLE_CHARS: Final = 4096
 """how long those are at most: some 10 MB of ordinary text, 60 MB in the worst case."""
 
 
+_Made = TypeVar("_Made")
+
+
+class _once(Generic[_Made]):
+    """``functools.cached_property`` as Python 3.12 has it: the lock of older ones takes longer than a fingerprint."""
+
+    def __init__(self, make: Callable[[Any], _Made]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> _Made:
+        made = instance.__dict__[self._name] = self._make(instance)
+        return made
+
+
 class Document(msgspec.Struct, frozen=True, dict=True):
     """One retrieved document. ``attributes`` are its further keys with their values as text, sorted by key.
 
@@ -39,7 +56,7 @@ class Document(msgspec.Struct, frozen=True, dict=True):
     attributes: tuple[tuple[str, str], ...] = ()
     written: str | None = None
 
-    @cached_property
+    @_once
     def block(self) -> str:
         """The document as the model reads it: label and title, one line per attribute, then the text."""
         if self.written is not None:
@@ -47,7 +64,7 @@ class Document(msgspec.Struct, frozen=True, dict=True):
         label = f"[Document {self.id}] {self.title}" if self.title else f"[Document {self.id}]"
         return "\n".join((label, *attribute_lines(self.attributes), self.text))
 
-    @cached_property
+    @_once
     def fingerprint(self) -> int:
         """64 bits that tell this block from others, for counting: not safe against those who look for collisions."""
         return xxh3_64_intdigest(self.block.encode("utf-8", "surrogatepass"))

@@ -7,7 +7,7 @@ cached. So requests are ordered by a snapshot, which has a version and stays as 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Final
 
@@ -27,8 +27,8 @@ __all__ = [
     "ranking",
 ]
 
-MAX_DOCUMENTS: Final = 100_000
-"""Counts of documents kept over all scopes, about 10 MB."""
+MAX_DOCUMENTS: Final = 300_000
+"""Counts of documents kept over all scopes, about 30 MB: 100,000 documents that were seen in each of three periods."""
 
 MAX_PAIRS: Final = 200_000
 """Counts of pairs of documents kept over all scopes, about 25 MB."""
@@ -36,12 +36,19 @@ MAX_PAIRS: Final = 200_000
 MAX_SCOPES: Final = 1024
 
 _FIRST_PERIOD: Final = 32
-_LAST_PERIOD: Final = 4096
+_LAST_PERIOD: Final = 16_384
 """Requests between two snapshots: the number doubles from the first to the last, so that a new source is soon in order
-and an old one seldom put in another."""
+and an old one seldom put in another. Two of the last go round 100,000 documents, five in each request."""
+
+_AT_ONCE: Final = 32
+"""Requests that are counted together."""
 
 _PAIRED: Final = 12
 """Leading documents of a request whose pairs are counted."""
+
+_MANY: Final = 16_384
+"""Counts of documents from which on a scope counts a pair only when it has seen both of its documents before: most
+pairs of so many never come again (the pruning of Apriori, Agrawal and Srikant 1994)."""
 
 
 class Counts(msgspec.Struct, frozen=True):
@@ -52,11 +59,15 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """The counts of the last two periods that ended. ``version`` 0 knows nothing; each renewal adds one."""
+    """The counts of the last two periods that ended. ``version`` 0 knows nothing; each change adds one.
+
+    Documents that were asked for ``unpaired`` times or less are in no pair.
+    """
 
     version: int = 0
     recent: Counts = Counts()
     before: Counts = Counts()
+    unpaired: int = 0
 
     def asked(self, documents: Sequence[int]) -> list[int]:
         """How often each of ``documents`` was asked for."""
@@ -80,36 +91,45 @@ class Snapshot(msgspec.Struct, frozen=True):
         """
         count = len(documents)
         ordered = min(count, MAX_ORDERED)
-        remaining = [index for index in range(ordered) if index not in led]
-        if len(remaining) < 2 or (not self.version and ranks is None):
-            return (*led, *remaining, *range(ordered, count))
-        ranks = ranks or range(ordered)
+        waiting = [index for index in range(ordered) if index not in led]
+        if len(waiting) < 2 or (not self.version and ranks is None):
+            return (*led, *waiting, *range(ordered, count))
         asked = asked or self.asked(documents)
-        # together, asked for, rank, index: the greatest is next
-        entries = [[asked[index], asked[index], -ranks[index], index] for index in remaining]
+        if ranks is not None:
+            waiting.sort(key=ranks.__getitem__)
+        waiting.sort(key=asked.__getitem__, reverse=True)
+        together = [asked[index] for index in waiting]  # of equal ones the first goes first
         for index in led:
-            self._join(entries, documents, index)
+            self._join(together, waiting, documents, index)
         result = list(led)
-        while len(entries) > 1:
-            best = max(entries)
-            if not limits.unlimited:
-                remaining = sorted([entry[3] for entry in entries])
-                allowed = limits.choices(len(result), remaining, count)
-                best = max([entry for entry in entries if entry[3] in allowed])
-            entries.remove(best)
-            result.append(best[3])
-            self._join(entries, documents, best[3])
-        return (*result, entries[0][3], *range(ordered, count))
+        free = limits.unlimited
+        while len(waiting) > 1:
+            if free:
+                most = max(together)
+                if not most:
+                    break  # they are in order already
+                place = together.index(most)
+            else:
+                allowed = limits.choices(len(result), sorted(waiting), count)
+                place = max(
+                    [place for place, index in enumerate(waiting) if index in allowed], key=together.__getitem__
+                )
+            del together[place]
+            result.append(waiting.pop(place))
+            self._join(together, waiting, documents, result[-1])
+        return (*result, *waiting, *range(ordered, count))
 
-    def _join(self, entries: list[list[int]], documents: Sequence[int], placed: int) -> None:
-        """Bring ``entries`` up to date when the document ``placed`` stands before them."""
+    def _join(self, together: list[int], waiting: Sequence[int], documents: Sequence[int], placed: int) -> None:
+        """Bring ``together`` up to date when the document ``placed`` stands before those ``waiting``."""
         recent, before, other = self.recent.pairs, self.before.pairs, documents[placed]
-        for entry in entries:
-            if together := entry[0]:
-                pair = other ^ documents[entry[3]]
+        for place, least in enumerate(together):
+            if least > self.unpaired:
+                pair = other ^ documents[waiting[place]]
                 shared = recent.get(pair, 0) + before.get(pair, 0)
-                if shared < together:
-                    entry[0] = shared
+                if shared < least:
+                    together[place] = shared
+            else:
+                together[place] = 0
 
 
 def ranking(asked: Sequence[int]) -> list[int]:
@@ -120,46 +140,60 @@ def ranking(asked: Sequence[int]) -> list[int]:
 _UNKNOWN: Final = Snapshot()
 
 
+class _Tally:
+    """Counts of one kind: of the period that lasts, of the one before, and of that before it."""
+
+    __slots__ = ("before", "now", "recent")
+
+    def __init__(self) -> None:
+        self.now: dict[int, int] = {}
+        self.recent: dict[int, int] = {}
+        self.before: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.now) + len(self.recent) + len(self.before)
+
+    def renew(self) -> None:
+        """End the period, without the oldest counts."""
+        self.now, self.recent, self.before = {}, self.now, self.recent
+
+    def shrink(self) -> None:
+        """Forget about half of what is known."""
+        if not self.before:
+            self.renew()
+        self.before = {}
+
+
 class _Window:
-    """One scope: the snapshot in force and what has been counted since. Belongs to ``Popularity``."""
+    """One scope: the snapshot in force and what has been counted. Belongs to ``Popularity``."""
 
     __slots__ = ("documents", "pairs", "period", "requests", "snapshot")
 
     def __init__(self) -> None:
         self.snapshot = _UNKNOWN
-        self.documents: dict[int, int] = {}
-        self.pairs: dict[int, int] = {}
+        self.documents = _Tally()
+        self.pairs = _Tally()
         self.period = _FIRST_PERIOD
         self.requests = 0
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Counts of documents and of pairs, together with those of the snapshot."""
-        recent, before = self.snapshot.recent, self.snapshot.before
-        return (
-            len(self.documents) + len(recent.documents) + len(before.documents),
-            len(self.pairs) + len(recent.pairs) + len(before.pairs),
+    def publish(self) -> None:
+        """A new snapshot of the periods that have ended."""
+        documents, pairs = self.documents, self.pairs
+        self.snapshot = Snapshot(
+            self.snapshot.version + 1,
+            Counts(documents.recent, pairs.recent),
+            Counts(documents.before, pairs.before),
+            unpaired=int(len(documents.recent) + len(documents.before) >= _MANY),
         )
-
-    def renew(self) -> None:
-        """End the period: a new snapshot, without the older half of the one before."""
-        self.snapshot = Snapshot(self.snapshot.version + 1, Counts(self.documents, self.pairs), self.snapshot.recent)
-        self.documents, self.pairs, self.requests = {}, {}, 0
-        self.period = min(self.period * 2, _LAST_PERIOD)
-
-    def shrink(self) -> None:
-        """Forget about half of what is known."""
-        if not self.snapshot.before.documents:
-            self.renew()
-        self.snapshot = Snapshot(self.snapshot.version + 1, self.snapshot.recent)
 
 
 class Popularity:
     """Counts documents per scope and publishes snapshots. Owns all counts; belongs to one thread.
 
-    The bounds hold over all scopes together. A scope whose period has filled a third of one begins the next; where one
-    is exceeded all the same, the largest scope forgets, so that a flood of documents drives out none but its own. Of
-    too many scopes the one leaves that was unused for longest, of the tenant that has most of them.
+    The bounds hold over all scopes together, for documents and for pairs apart, so that many pairs drive out no
+    documents. Of a kind whose counts have filled a third of its bound the next period begins; where a bound is exceeded
+    all the same, the scope with most forgets, so that a flood of documents drives out none but its own. Of too many
+    scopes the one leaves that was unused for longest, of the tenant that has most of them.
     """
 
     def __init__(
@@ -169,10 +203,21 @@ class Popularity:
         self._max_pairs: Final = max_pairs
         self._max_scopes: Final = max_scopes
         self._scopes: OrderedDict[Scope, _Window] = OrderedDict()
-        self.documents = 0
+        self._waiting: list[tuple[_Window, tuple[int, ...]]] = []
+        self._documents = 0
+        self._pairs = 0
+
+    @property
+    def documents(self) -> int:
         """Counts of documents in memory."""
-        self.pairs = 0
+        self._count()
+        return self._documents
+
+    @property
+    def pairs(self) -> int:
         """Counts of pairs in memory."""
+        self._count()
+        return self._pairs
 
     def snapshot(self, scope: Scope) -> Snapshot:
         """The snapshot in force for ``scope``."""
@@ -180,35 +225,67 @@ class Popularity:
         return _UNKNOWN if window is None else window.snapshot
 
     def observe(self, sighting: Sighting) -> None:
-        """Count one request that was sent."""
-        window = self._scopes.get(sighting.scope)
-        if window is None:
-            window = self._scopes[sighting.scope] = _Window()
-            if len(self._scopes) > self._max_scopes:
-                left = self._scopes.pop(first_to_leave(self._scopes, lambda _: 1))
-                self._resize(left.sizes, (0, 0))
-        else:
-            self._scopes.move_to_end(sighting.scope)
-        documents, pairs = window.documents, window.pairs
-        known, paired = len(documents), len(pairs)
-        for document in sighting.documents:
-            documents[document] = documents.get(document, 0) + 1
-        for one, other in combinations(sighting.documents[:_PAIRED], 2):
-            pair = one ^ other
-            pairs[pair] = pairs.get(pair, 0) + 1
-        self._resize((known, paired), (len(documents), len(pairs)))
-        window.requests += 1
-        full = len(documents) * 3 >= self._max_documents or len(pairs) * 3 >= self._max_pairs
-        if full or window.requests >= window.period:
-            before = window.sizes
-            window.renew()
-            self._resize(before, window.sizes)
-        while self.documents > self._max_documents or self.pairs > self._max_pairs:
-            largest = max(self._scopes.values(), key=lambda window: sum(window.sizes))
-            before = largest.sizes
-            largest.shrink()
-            self._resize(before, largest.sizes)
+        """Count one request that was sent.
 
-    def _resize(self, before: tuple[int, int], after: tuple[int, int]) -> None:
-        self.documents += after[0] - before[0]
-        self.pairs += after[1] - before[1]
+        Nobody reads a count before its period ends, so that requests are counted several at a time: each of them comes
+        by memory that no processor cache holds, and so does the code that counts.
+        """
+        scope = sighting.scope
+        window = self._scopes.get(scope)
+        if window is None:
+            window = self._admit(scope)
+        else:
+            self._scopes.move_to_end(scope)
+        self._waiting.append((window, sighting.documents))
+        window.requests += 1
+        if window.requests >= window.period:
+            self._count()
+            window.requests, window.period = 0, min(window.period * 2, _LAST_PERIOD)
+            self._change(window, _Tally.renew, window.documents, window.pairs)
+        elif len(self._waiting) >= _AT_ONCE or len(sighting.documents) > MAX_ORDERED:
+            self._count()
+
+    def _count(self) -> None:
+        """Count the requests that wait for it, and keep the bounds."""
+        waiting, self._waiting = self._waiting, []
+        for window, seen in waiting:
+            documents, recent, pairs = window.documents.now, window.documents.recent, window.pairs.now
+            known, paired = len(documents), len(pairs)
+            pairing: Sequence[int] = seen[:_PAIRED]
+            if known + len(recent) >= _MANY:
+                pairing = [document for document in pairing if document in documents or document in recent]
+            for document in seen:
+                documents[document] = documents.get(document, 0) + 1
+            for one, other in combinations(pairing, 2):
+                pair = one ^ other
+                pairs[pair] = pairs.get(pair, 0) + 1
+            self._documents += len(documents) - known
+            self._pairs += len(pairs) - paired
+            if len(documents) * 3 >= self._max_documents:
+                self._change(window, _Tally.renew, window.documents)
+            if len(pairs) * 3 >= self._max_pairs:
+                self._change(window, _Tally.renew, window.pairs)
+        while self._documents > self._max_documents:
+            largest = max(self._scopes.values(), key=lambda window: len(window.documents))
+            self._change(largest, _Tally.shrink, largest.documents)
+        while self._pairs > self._max_pairs:
+            largest = max(self._scopes.values(), key=lambda window: len(window.pairs))
+            self._change(largest, _Tally.shrink, largest.pairs)
+
+    def _admit(self, scope: Scope) -> _Window:
+        window = self._scopes[scope] = _Window()
+        if len(self._scopes) > self._max_scopes:
+            self._count()
+            left = self._scopes.pop(first_to_leave(self._scopes, lambda _: 1))
+            self._documents -= len(left.documents)
+            self._pairs -= len(left.pairs)
+        return window
+
+    def _change(self, window: _Window, change: Callable[[_Tally], None], *tallies: _Tally) -> None:
+        """Let counts of ``window`` forget, and publish what is left."""
+        documents, pairs = len(window.documents), len(window.pairs)
+        for tally in tallies:
+            change(tally)
+        window.publish()
+        self._documents += len(window.documents) - documents
+        self._pairs += len(window.pairs) - pairs

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Final
 
 import msgspec
 from xxhash import xxh3_128_digest
 
-from cache_policy.keys import TOKEN_BYTES, chain_keys
+from cache_policy.keys import TOKEN_BYTES
 from gateway.canonical.order import MAX_ORDERED, UNLIMITED, OrderLimits
 
 __all__ = ["MAX_REMEMBERED", "MAX_TRIED", "ResidentPath", "ResidentPaths"]
@@ -22,11 +22,14 @@ __all__ = ["MAX_REMEMBERED", "MAX_TRIED", "ResidentPath", "ResidentPaths"]
 MAX_TRIED: Final = 512
 """Documents tried at most in one search; a search that reaches it keeps the best path so far."""
 
-MAX_REMEMBERED: Final = 1 << 18
-"""Block keys kept by ``ResidentPaths``, about 20 MB with what they hang on."""
+MAX_REMEMBERED: Final = 3 << 17
+"""What ``ResidentPaths`` keeps, in block keys: about 30 MB with the documents that they belong to."""
 
 _STEP_COST: Final = 5
-"""What a step costs besides its keys, in keys."""
+"""What a step costs besides its keys and its document's bytes, in keys,"""
+
+_KEY_COST: Final = 80
+"""and what a key costs in bytes."""
 
 
 class ResidentPath(msgspec.Struct, frozen=True):
@@ -107,7 +110,8 @@ class _Step:
     """A document, or the head, behind all that stands before it.
 
     ``keys`` are those of the blocks that it completes, maybe none. The next block's key is the hash of ``open``, which
-    is the last key and the bytes behind that block, with ``need`` bytes more.
+    is the last key and the bytes behind that block, with ``need`` bytes more. ``children`` are the documents behind it,
+    by their bytes: those that come again are mostly the same object, whose hash is known.
     """
 
     __slots__ = ("children", "keys", "need", "open")
@@ -120,13 +124,16 @@ class _Step:
 
     def followed_by(self, data: bytes, stride: int) -> _Step:
         """``data`` behind this step, in blocks of ``stride`` bytes."""
-        need = self.need
-        if len(data) < need:
-            return _Step((), self.open + data, need - len(data))
-        first = xxh3_128_digest(self.open + data[:need])
-        keys = (first, *chain_keys(first, data[need:], stride // TOKEN_BYTES))
-        rest = data[need + (len(keys) - 1) * stride :]
-        return _Step(keys, keys[-1] + rest, stride - len(rest))
+        need, size = self.need, len(data)
+        if size < need:
+            return _Step((), self.open + data, need - size)
+        key = xxh3_128_digest(self.open + data[:need])
+        keys, end = [key], need + stride
+        while end <= size:
+            key = xxh3_128_digest(key + data[end - stride : end])
+            keys.append(key)
+            end += stride
+        return _Step(tuple(keys), key + data[end - stride :], end - size)
 
 
 class _Tree:
@@ -136,42 +143,29 @@ class _Tree:
         self.stride: Final = stride
         self.head: Final = _Step((), root, stride).followed_by(head, stride)
         self.leading: Final[OrderedDict[bytes, _Step]] = OrderedDict()
-        """The steps behind the head by digest, those last that led a prompt last."""
+        """The steps behind the head, those last that led a prompt last."""
         self.head.children = self.leading
         self.size = _STEP_COST + len(self.head.keys)
 
-    def grow(self, step: _Step, digest: bytes, data: bytes) -> _Step:
+    def grow(self, step: _Step, data: bytes) -> _Step:
         """Remember ``data`` behind ``step``."""
-        child = step.children[digest] = step.followed_by(data, self.stride)
-        self.size += _STEP_COST + len(child.keys)
+        child = step.children[data] = step.followed_by(data, self.stride)
+        self.size += self._cost(data, child)
         return child
-
-    def keys(self, digests: Iterable[bytes]) -> tuple[bytes, ...]:
-        """The keys of the head and the documents with ``digests`` behind it, as far as they are remembered."""
-        step, keys = self.head, self.head.keys
-        for digest in digests:
-            child = step.children.get(digest)
-            if child is None:
-                break
-            step = child
-            keys += step.keys
-        return keys
-
-    def led_by(self, digest: bytes) -> None:
-        """Take note that this document led a prompt."""
-        if digest in self.leading:
-            self.leading.move_to_end(digest)
 
     def forget(self) -> bool:
         """Forget the document that has not led for longest, with all behind it; False when nothing is left."""
         if not self.leading:
             return False
-        waiting = [self.leading.popitem(last=False)[1]]
+        waiting = [self.leading.popitem(last=False)]
         while waiting:
-            step = waiting.pop()
-            self.size -= _STEP_COST + len(step.keys)
-            waiting += step.children.values()
+            data, step = waiting.pop()
+            self.size -= self._cost(data, step)
+            waiting += step.children.items()
         return True
+
+    def _cost(self, data: bytes, step: _Step) -> int:
+        return _STEP_COST + len(step.keys) + len(data) // _KEY_COST
 
 
 def _search(
@@ -181,7 +175,10 @@ def _search(
     limits: OrderLimits,
     preferred: Sequence[int] | None,
 ) -> ResidentPath:
-    """Walk the resident paths depth first for the best one, in one function for its speed: it is most of the cost."""
+    """Walk the resident paths depth first for the best one, in one function for its speed: it is most of the cost.
+
+    Most of that in turn is memory that no processor cache holds: each look-up among a million keys waits for it.
+    """
     stride, digest_of = tree.stride, xxh3_128_digest
     step = tree.head
     held = _held(step.keys, resident)
@@ -190,7 +187,7 @@ def _search(
     if held < len(step.keys) or not blocks:
         return ResidentPath((), best // TOKEN_BYTES, step.keys[:held])
     texts = [block or b"" for block in blocks[:MAX_ORDERED]]
-    digests, sizes = [*map(digest_of, texts)], [*map(len, texts)]
+    sizes = [*map(len, texts)]
     limited = not limits.unlimited or None in blocks
     remaining = tuple(preferred or range(len(blocks)))
     if len(blocks) > MAX_ORDERED:
@@ -203,15 +200,15 @@ def _search(
     choices = iter(_allowed(blocks, limits, path, remaining) if limited else remaining)
     parents: list[_Visit] = []
     while True:
-        open, need, children = step.open, step.need, step.children
-        for index in choices:
-            if not tries or reach <= best:
+        open, need, known = step.open, step.need, step.children.get
+        for index in choices if reach > best else ():
+            if not tries:
                 choices = iter(())
                 break
             tries -= 1
-            child = children.get(digests[index])
+            text = texts[index]
+            child = known(text)
             if child is None:
-                text = texts[index]
                 if need <= sizes[index]:
                     first = digest_of(open + text[:need])
                     if first not in resident:
@@ -223,11 +220,9 @@ def _search(
                         if matched + stride > best:
                             best, best_path = matched + stride, (*path, index)
                         continue
-                child = tree.grow(step, digests[index], text)
+                child = tree.grow(step, text)
             keys, now = child.keys, matched
             if keys:
-                if keys[0] not in resident:
-                    continue
                 held = len(keys) if keys[-1] in resident else _held(keys, resident)
                 now += held * stride
                 if now > best:
@@ -246,10 +241,17 @@ def _search(
             if not parents:
                 break
             step, path, matched, remaining, ahead, reach, choices = parents.pop()
-    if best_path:
-        tree.led_by(digests[best_path[0]])
-    known = tree.keys([digests[index] for index in best_path])
-    return ResidentPath(best_path, best // TOKEN_BYTES, known[: best // stride])
+    step = tree.head
+    found = [*step.keys]
+    for index in best_path:
+        child = step.children.get(texts[index])
+        if child is None:
+            break
+        step = child
+        found += step.keys
+    if best_path and texts[best_path[0]] in tree.leading:
+        tree.leading.move_to_end(texts[best_path[0]])
+    return ResidentPath(best_path, best // TOKEN_BYTES, tuple(found[: best // stride]))
 
 
 _Visit = tuple[_Step, tuple[int, ...], int, tuple[int, ...], int, int, Iterator[int]]
@@ -272,4 +274,6 @@ def _held(keys: Sequence[bytes], resident: Container[bytes]) -> int:
     """How many of the first of ``keys`` are resident."""
     if not keys or keys[-1] in resident:
         return len(keys)
+    if keys[0] not in resident:
+        return 0
     return bisect_left(keys, True, key=lambda key: key not in resident)

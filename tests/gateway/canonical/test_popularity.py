@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.canonical.order import MAX_ORDERED, OrderLimits
-from gateway.canonical.popularity import Popularity, Snapshot
+from gateway.canonical.popularity import MAX_DOCUMENTS, MAX_PAIRS, Popularity, Snapshot
 from gateway.canonical.sighting import Scope, Sighting
 
 SCOPE = Scope("acme", "support")
@@ -144,6 +144,30 @@ def test_a_tenant_with_ever_new_salts_drives_out_no_other_ones_scopes() -> None:
         for salt in range(20):
             seen(popularity, 1, 3, 4, scope=Scope("loud", "support", f"{number} {salt}"))
     assert popularity.snapshot(Scope("quiet", "support")).version == 1
+
+
+def test_100_000_documents_are_known_however_many_pairs_they_make() -> None:
+    popularity = Popularity()
+    chance = random.Random(2)
+    corpus = [chance.getrandbits(64) for _ in range(MAX_DOCUMENTS // 3)]
+    assert len(corpus) == 100_000
+    for _ in range(2):
+        for start in range(0, len(corpus), 20):
+            popularity.observe(Sighting(SCOPE, tuple(corpus[start : start + 20])))
+    assert all(popularity.snapshot(SCOPE).asked(corpus))
+    assert popularity.documents <= MAX_DOCUMENTS
+    assert popularity.pairs <= MAX_PAIRS
+
+
+def test_of_many_documents_those_that_come_again_are_still_paired() -> None:
+    popularity = Popularity()
+    seen(popularity, 1, *range(100, 20_100))
+    first = popularity.pairs
+    for round in range(40):
+        seen(popularity, 1, 1, *range(-4 * round - 4, -4 * round), 2 + round % 2)
+    snapshot = popularity.snapshot(SCOPE)
+    assert snapshot.order([3, -1, 2, 1], led=(2,)) == (2, 3, 0, 1)
+    assert popularity.pairs <= first + 2 * 2, "pairs of what never comes again are counted"
 
 
 @pytest.mark.parametrize("size", [1, 10_000])
