@@ -65,7 +65,7 @@ export function AgeChart({ series, said }) {
   const shown = AGES.map((age, i) => ({ ...age, column: columns[i] })).filter(({ column }) => column.some((tokens) => tokens > 0));
   if (shown.length === 0) return null;
   return html`<${Stacked} key=${shown.map(({ name }) => name).join()} title="Evicted tokens asked for again" series=${series}
-    said=${`${said}, by how long before they were evicted`}
+    said=${`${said}, by time since they left`}
     columns=${shown.map(({ column }) => column)} lines=${shown.map(({ name, color }) => ({ name, color }))} />`;
 }
 

@@ -10,13 +10,13 @@ export function Pool({ replicas, said, pins }) {
   return html`<section class="card pool" aria-labelledby="pool-title">
     <div class="bar-title">
       <h2 id="pool-title">${pins ? "Block-pool map" : "Block pool"} <small>now; evicted and preempted: ${said}</small></h2>
-      ${pins && html`<${fileLink} title="Block pools" lines=${() => lines(own, pins)} />`}
       <ul class="legend">
         <li><i class="used"></i>in use by running requests</li>
         <li><i class="cached"></i>cached, can be hit</li>
         ${pins && html`<li><i class="pinned"></i>pinned, stays</li>`}
         <li><i class="free"></i>free</li>
       </ul>
+      ${pins && html`<${fileLink} title="Block pools" lines=${() => lines(own, pins)} />`}
     </div>
     ${own.length === 0 && html`<p class="note">No replica is known yet: start the gateway with <code>--engines 1</code> or <code>--replica URL</code>.</p>`}
     ${own.map(([name, row]) => html`<${Replica} key=${name} name=${name} row=${row} many=${own.length} pins=${pins} />`)}
