@@ -77,6 +77,15 @@ def test_the_test_environment_serves_the_demo_too(checkout: Checkout) -> None:
     assert "-m pytest -k nothing" in (checkout.folder / "calls").read_text()
 
 
+def test_all_tests_run_in_two_processes_and_chosen_ones_as_they_are_asked_for(checkout: Checkout) -> None:
+    assert checkout.run("test").returncode == 0
+    assert checkout.run("test", "tests/one.py").returncode == 0
+    calls = (checkout.folder / "calls").read_text().splitlines()
+    everything, chosen = [call for call in calls if call.startswith("-m pytest")]
+    assert everything == "-m pytest --numprocesses 2 --dist worksteal"
+    assert chosen == "-m pytest tests/one.py"
+
+
 @pytest.mark.parametrize("script", ["demo", "test", "check"])
 def test_a_python_that_is_too_old_is_one_clear_line(checkout: Checkout, script: str) -> None:
     run = checkout.run(script, python="/bin/false")

@@ -29,7 +29,7 @@ def main() -> None:
     fixtures = importlib.import_module("engine_tests.conftest")
     poison = importlib.import_module("engine_tests.poison").poison
     torch.set_num_threads(1)
-    prompts, greedy = json.loads(sys.argv[1]), Sampling(4, temperature=0.0, ignore_eos=True)
+    prompts, greedy = json.loads(sys.argv[1]), Sampling(3, temperature=0.0, ignore_eos=True)
     for folder in map(Path, sys.argv[2:]):
         engine = fixtures.ModelEngine(
             folder,

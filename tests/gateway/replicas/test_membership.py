@@ -77,6 +77,29 @@ def ready(remote: Remote) -> int:
     return remote.gateway.ready_replicas
 
 
+async def who_answer(remote: Remote, **fields: Any) -> set[str]:
+    """The replicas that answer four requests."""
+    return {(await remote.complete(**fields))[1]["x-headstart-replica"] for _ in range(4)}
+
+
+def pausing(server: MockServer) -> asyncio.Event:
+    """Have a server tell one token and wait for what is returned before it ends its answer."""
+    go_on = asyncio.Event()
+
+    async def behave(talk: Talk) -> None:
+        await talk.tell(1)
+        await go_on.wait()
+        await talk.write(event(finish="stop") + usage(1) + DONE)
+
+    server.behave = behave
+    return go_on
+
+
+async def ended_well(answer: asyncio.Task[tuple[int, Any, bytes]]) -> bool:
+    status, _, body = await answer
+    return status == 200 and body.endswith(b"data: [DONE]\n\n")
+
+
 def test_a_server_of_the_allow_list_joins_and_leaves(folder: Path) -> None:
     async def scenario(remote: Remote, one: MockServer, other: MockServer) -> None:
         status, row = await ask(remote, "POST", "/admin/replicas", {"url": other.url + "/v1", "api_key": "sk-1"})
@@ -84,10 +107,7 @@ def test_a_server_of_the_allow_list_joins_and_leaves(folder: Path) -> None:
         assert "sk-1" not in json.dumps(row)
         await until(lambda: ready(remote) == 2)
         assert other.headers[-1]["authorization"] == "Bearer sk-1"
-        assert {(await remote.complete(headstart=NO_CACHE))[1]["x-headstart-replica"] for _ in range(4)} == {
-            replica_id(one.url),
-            replica_id(other.url),
-        }
+        assert await who_answer(remote, headstart=NO_CACHE) == {replica_id(one.url), replica_id(other.url)}
         assert (await ask(remote, "POST", "/admin/replicas", {"url": other.url}))[0] == 409
         assert (await ask(remote, "DELETE", f"/admin/replicas/{row['id']}"))[0] == 202
         await until(lambda: len(remote.gateway.replicas) == 1)
@@ -158,23 +178,14 @@ def test_without_an_allow_list_nothing_is_added(folder: Path) -> None:
 
 def test_a_leaving_replica_ends_what_it_has(folder: Path) -> None:
     async def scenario(remote: Remote, one: MockServer, other: MockServer) -> None:
-        go_on = asyncio.Event()
-
-        async def behave(talk: Talk) -> None:
-            await talk.tell(1)
-            await go_on.wait()
-            await talk.write(event(finish="stop") + usage(1) + DONE)
-
-        one.behave = behave
+        go_on = pausing(one)
         running = asyncio.create_task(remote.complete(stream=True))
         await until(lambda: one.open == 1)
         await ask(remote, "DELETE", f"/admin/replicas/{replica_id(one.url)}")
-        for _ in range(4):
-            assert (await remote.complete())[1]["x-headstart-replica"] == replica_id(other.url)
+        assert await who_answer(remote) == {replica_id(other.url)}
         assert (await ask(remote, "POST", f"/admin/replicas/{replica_id(one.url)}/resume"))[0] == 409
         go_on.set()
-        status, _, body = await running
-        assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+        assert await ended_well(running)
         await until(lambda: replica_id(one.url) not in remote.gateway.replicas)
 
     async def main(remote: Remote, one: MockServer, other: MockServer) -> None:
@@ -190,14 +201,7 @@ def test_a_leaving_replica_ends_what_it_has(folder: Path) -> None:
 
 def test_a_replica_that_is_leaving_when_the_gateway_stops_ends_what_it_has_too(folder: Path) -> None:
     async def scenario(remote: Remote, one: MockServer, other: MockServer) -> None:
-        go_on = asyncio.Event()
-
-        async def behave(talk: Talk) -> None:
-            await talk.tell(1)
-            await go_on.wait()
-            await talk.write(event(finish="stop") + usage(1) + DONE)
-
-        one.behave = behave
+        go_on = pausing(one)
         await ask(remote, "POST", f"/admin/replicas/{replica_id(other.url)}/drain")
         running = asyncio.create_task(remote.complete(stream=True))
         await until(lambda: one.open == 1)
@@ -205,8 +209,7 @@ def test_a_replica_that_is_leaving_when_the_gateway_stops_ends_what_it_has_too(f
         ending = asyncio.create_task(remote.gateway.membership.stop(TIMEOUT_S))
         await until(lambda: remote.gateway.replicas[replica_id(other.url)].state is ReplicaState.STOPPED)
         go_on.set()
-        status, _, body = await running
-        assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+        assert await ended_well(running)
         await ending
 
     play(folder, scenario, configured=2)
@@ -217,16 +220,12 @@ def test_a_drained_replica_is_named_and_gets_nothing_until_it_is_resumed(folder:
         path = f"/admin/replicas/{replica_id(one.url)}"
         status, row = await ask(remote, "POST", f"{path}/drain")
         assert (status, row["draining"]) == (200, True)
-        for _ in range(4):
-            assert (await remote.complete())[1]["x-headstart-replica"] == replica_id(other.url)
+        assert await who_answer(remote) == {replica_id(other.url)}
         status, readiness = await ask(remote, "GET", "/ready")
         assert status == 200
         assert f"{replica_id(one.url)}: drained by the operator" in readiness["degraded"]
         assert (await ask(remote, "POST", f"{path}/resume"))[1]["draining"] is False
-        assert {(await remote.complete(headstart=NO_CACHE))[1]["x-headstart-replica"] for _ in range(4)} == {
-            replica_id(one.url),
-            replica_id(other.url),
-        }
+        assert await who_answer(remote, headstart=NO_CACHE) == {replica_id(one.url), replica_id(other.url)}
         assert (await ask(remote, "POST", "/admin/replicas/nobody/drain"))[0] == 404
         for server in (one, other):
             await ask(remote, "POST", f"/admin/replicas/{replica_id(server.url)}/drain")

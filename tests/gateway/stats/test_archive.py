@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -44,6 +45,15 @@ def fold(valkey: Any, *, times: int = 1) -> None:
             await asyncio.gather(*[Archive("headstart").fold(client, epochs, NOW) for _ in range(times)])
 
     asyncio.run(scenario())
+
+
+@asynccontextmanager
+async def recording(valkey: Any, clock: Callable[[], float]) -> AsyncIterator[Statistics]:
+    """The statistics of a gateway that writes to the Valkey all the time."""
+    statistics = Statistics(RedisConfig(url=valkey.url, flush_interval_s=0.02), clock=clock)
+    await statistics.start()
+    yield statistics
+    await statistics.stop()
 
 
 def test_epochs_silent_for_thirty_days_are_added_up_and_others_are_left(valkey: Any) -> None:
@@ -117,18 +127,16 @@ def test_a_gateway_that_comes_back_after_it_was_folded_writes_nothing_and_says_s
 
     async def scenario() -> None:
         nonlocal now
-        statistics = Statistics(RedisConfig(url=valkey.url, flush_interval_s=0.02), clock=lambda: now)
-        await statistics.start()
-        statistics.record(record(finished_at=now))
-        await eventually(lambda: stored(valkey)[1] == 1)
-        valkey.client().execute_command("REPLICAOF", "127.0.0.1", "1")  # it cannot write for a month
-        await eventually(lambda: statistics.store_status.state == "down")
-        now += 31 * DAY
-        valkey.client().execute_command("REPLICAOF", "NO", "ONE")
-        valkey.client().zadd("headstart:folded", {statistics.epoch: now})
-        await eventually(lambda: "restart" in (statistics.store_status.reason or ""))
-        statistics.record(record(finished_at=now))
-        await statistics.stop()
+        async with recording(valkey, lambda: now) as statistics:
+            statistics.record(record(finished_at=now))
+            await eventually(lambda: stored(valkey)[1] == 1)
+            valkey.client().execute_command("REPLICAOF", "127.0.0.1", "1")  # it cannot write for a month
+            await eventually(lambda: statistics.store_status.state == "down")
+            now += 31 * DAY
+            valkey.client().execute_command("REPLICAOF", "NO", "ONE")
+            valkey.client().zadd("headstart:folded", {statistics.epoch: now})
+            await eventually(lambda: "restart" in (statistics.store_status.reason or ""))
+            statistics.record(record(finished_at=now))
         assert statistics.epoch not in stored(valkey)[0]
 
     asyncio.run(scenario())
@@ -141,14 +149,12 @@ def test_a_gateway_that_comes_back_before_it_was_folded_goes_on(
 
     async def scenario() -> None:
         nonlocal now
-        statistics = Statistics(RedisConfig(url=valkey.url, flush_interval_s=0.02), clock=lambda: now)
-        await statistics.start()
-        statistics.record(record(finished_at=now))
-        await eventually(lambda: stored(valkey)[1] == 1)
-        now += FOLDABLE_AFTER_S
-        statistics.record(record(finished_at=now))
-        await eventually(lambda: stored(valkey)[1] == 2)
-        await statistics.stop()
+        async with recording(valkey, lambda: now) as statistics:
+            statistics.record(record(finished_at=now))
+            await eventually(lambda: stored(valkey)[1] == 1)
+            now += FOLDABLE_AFTER_S
+            statistics.record(record(finished_at=now))
+            await eventually(lambda: stored(valkey)[1] == 2)
 
     asyncio.run(scenario())
 
@@ -158,11 +164,9 @@ def test_readers_see_the_same_sum_before_and_after(valkey: Any, eventually: Even
         plant(valkey, f"old-{number}", 31 * DAY + number, 2)
 
     async def scenario() -> None:
-        statistics = Statistics(RedisConfig(url=valkey.url, flush_interval_s=0.02), clock=lambda: NOW)
-        await statistics.start()
-        await eventually(lambda: set(stored(valkey)[0]) == {"archive", statistics.epoch})
-        await eventually(lambda: statistics.snapshot().totals.requests == 60)
-        assert sum(statistics.series(window_minutes=15).requests) == 0  # nothing of it is news
-        await statistics.stop()
+        async with recording(valkey, lambda: NOW) as statistics:
+            await eventually(lambda: set(stored(valkey)[0]) == {"archive", statistics.epoch})
+            await eventually(lambda: statistics.snapshot().totals.requests == 60)
+            assert sum(statistics.series(window_minutes=15).requests) == 0  # nothing of it is news
 
     asyncio.run(scenario())
