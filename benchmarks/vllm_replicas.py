@@ -46,6 +46,9 @@ _START_S: Final = 420.0
 _REPEATED: Final = 5
 """So few of its messages a vLLM repeats that a gateway which asks late misses most of them."""
 
+_REPEATS_S: Final = 5.0
+"""So long after it has forgotten everything the gateway has what it can have."""
+
 _QUIET_S: Final = 0.12
 """vLLM tells of a step when it has ended: so long after an answer everything has been told."""
 
@@ -227,14 +230,18 @@ class Comparison:
         """Forget what was heard, and learn again from what is repeated and from what requests find."""
         for replica in self.gateway.replicas.values():
             replica.resync()
-        while any(replica.tells_events for replica in self.gateway.replicas.values()):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+        await asyncio.sleep(_REPEATS_S)
+        before = self._exact()
+        if before == len(self.servers):
+            self.problems.append("all events were repeated: nothing was shown of a late beginning")
         for _ in range(count):
             await self.compare(next(source), self.servers, late=True)
-        healths = [replica.event_health for replica in self.gateway.replicas.values()]
-        exact = sum(health is not None and health.exact for health in healths)
         print(f"{'begun late':>32}: {self.late_predicted} of {self.late_cached} cached tokens predicted in {count}")
-        print(f"{'of two replicas exact again':>32}: {exact}")
+        print(f"{'replicas known exactly':>32}: {before} at first, {self._exact()} in the end")
+
+    def _exact(self) -> int:
+        healths = [replica.event_health for replica in self.gateway.replicas.values()]
+        return sum(health is not None and health.exact for health in healths)
 
     async def stream(self, body: dict[str, Any]) -> tuple[str, bool, int]:
         """One streamed answer: how it ended, whether any text had come, and how many tokens its usage says."""
