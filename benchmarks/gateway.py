@@ -116,6 +116,7 @@ def _environment() -> dict[str, str]:
         "HEADSTART__SERVER__LOG_LEVEL": "error",
         "HEADSTART__ENGINE__SERVED_NAME": NAME,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it asks the net for prices otherwise
+        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # none of the others has a key either
     }
 
 
