@@ -59,13 +59,17 @@ _Alpha = Annotated[float, Meta(ge=1e-9, lt=1)]
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``[server]``: where the gateway listens and how long a shutdown waits for running streams (seconds)."""
+    """``[server]``: where the gateway listens and how long a shutdown waits for running streams (seconds).
+
+    ``trusted_proxies`` are addresses or networks whose ``X-Forwarded-For`` is believed where callers are counted.
+    """
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     drain_grace_s: Annotated[float, Meta(ge=0)] = 30.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    trusted_proxies: tuple[str, ...] = ()
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[engine]``: the local engines.
@@ -358,7 +362,9 @@ class PinConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[limits]``: what callers may ask at most. ``max_queue`` requests may wait or run at once over all callers.
 
-    ``max_pinned_share`` is the part of each engine's cache that pins may take together.
+    ``requests_per_minute`` are let in of each tenant, or from each address where there are no keys, and as many wrong
+    keys from each address; 0 is no limit. ``max_pinned_share`` is the part of each engine's cache that pins may take
+    together.
     """
 
     max_body_bytes: _Positive = 8 * 1024 * 1024
@@ -369,6 +375,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything ``headstart.toml`` can say. ``keys`` maps the SHA-256 (hex) of an API key to its owner.
+    requests_per_minute: Annotated[int, Meta(ge=0)] = 0
 
     ``templates_file`` keeps the templates that are written through the API, ``pins_file`` the pins (default: they last
     as long as the gateway). ``secret`` is the deployment secret under which block keys are derived; gateways that share

@@ -20,6 +20,7 @@ __all__ = [
     "PayloadTooLargeError",
     "PermissionDeniedError",
     "PinNotFoundError",
+    "RateLimitedError",
     "ReplicaError",
     "ReplicaLost",
     "ReplicaNotFoundError",
@@ -97,6 +98,18 @@ class PermissionDeniedError(HeadstartError):
     status = 403
     type = "permission_error"
     code = "forbidden"
+
+
+class RateLimitedError(HeadstartError):
+    """The caller has asked more often than ``limits.requests_per_minute``."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, limit: int, *, retry_after: int) -> None:
+        super().__init__(f"More than {limit} requests in a minute; come back in {retry_after} s.")
+        self.retry_after = retry_after
 
 
 class ModelNotFoundError(HeadstartError):

@@ -18,7 +18,7 @@ from gateway.configuration import is_loopback
 from gateway.errors import AuthenticationError, PermissionDeniedError
 from gateway.plan import Caller
 
-__all__ = ["Authenticator", "Peer"]
+__all__ = ["Authenticator", "Headers", "Peer"]
 
 _SCHEME: Final = b"Bearer "
 _FORWARDING_HEADERS: Final = frozenset((b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"))

@@ -16,6 +16,7 @@ import structlog
 from cache_policy.keys import token_bytes
 from engine.wire import EngineInfo
 from gateway.accounting import Accounting
+from gateway.admission import Admission
 from gateway.attribution.live import LiveAttribution
 from gateway.attribution.memory import TokenMemory
 from gateway.canonical.learning.learner import TemplateLearner
@@ -84,6 +85,7 @@ class Gateway:
         self.draining = False
         self.authenticator: Final = Authenticator(config)
         self.renderer: Final = PromptRenderer(folder)
+        self.admission: Final = Admission(config, self.authenticator)
         secret = _secret(config)
         self.quality: Final = QualityGate(config.quality, model=model, secret=secret)
         self.statistics: Final = Statistics(

@@ -20,13 +20,13 @@ _Connection = ASGIConnection[Any, Any, Any, Any]
 
 
 def for_tenants(connection: _Connection, _: BaseRouteHandler) -> None:
-    """Raises ``AuthenticationError`` unless the caller has an API key, or none are configured."""
-    calling_tenant(connection)
+    """Raises ``AuthenticationError`` unless the caller has a key or needs none; or ``RateLimitedError``."""
+    _gateway(connection).admission.tenant(_peer(connection))
 
 
 def for_operator(connection: _Connection, _: BaseRouteHandler) -> None:
     """Raises ``AuthenticationError`` or ``PermissionDeniedError`` unless the caller is the operator."""
-    _gateway(connection).authenticator.check_operator(_peer(connection))
+    _gateway(connection).admission.check_operator(_peer(connection))
 
 
 def for_tenants_and_operator(connection: _Connection, handler: BaseRouteHandler) -> None:

@@ -122,7 +122,7 @@ async def _serve(
         raise MethodNotAllowedError("Use POST.", allowed="POST")
     arrived = time.monotonic()
     peer = exchange.peer
-    caller = gateway.authenticator.tenant(peer)
+    caller = gateway.admission.tenant(peer)
     gateway.check_open()
     with suppress(ClientGone), gateway.tracing.request("request", peer.headers):
         with stage("parse"):

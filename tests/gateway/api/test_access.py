@@ -11,7 +11,7 @@ import pytest
 from litestar.routes import HTTPRoute
 
 from gateway.app import create_app
-from gateway.config import AdminConfig, ApiKey, ClassConfig, Config, TenantConfig
+from gateway.config import AdminConfig, ApiKey, ClassConfig, Config, LimitsConfig, TenantConfig
 from gateway.service import Gateway
 
 from .conftest import BASE, MODEL, Bench, Service
@@ -256,3 +256,26 @@ def test_a_tenants_quota_holds_in_the_engine_and_takes_from_nobody_else(bench: B
         assert owners == {"bolt": {"cached_blocks": 4, "max_cached_blocks": 4}}
 
     bench.run(scenario, msgspec.structs.replace(KEYED, tenants={"bolt": TenantConfig(max_cached_blocks=4)}))
+
+
+def test_o7_callers_are_limited_by_who_they_are_and_not_by_what_they_claim(bench: Bench) -> None:
+    async def scenario(service: Service) -> None:
+        def claim(number: int) -> dict[str, str]:
+            address = f"10.0.0.{number}"
+            return {"x-forwarded-for": address, "x-real-ip": address, "forwarded": f"for={address}"}
+
+        claimed = [(await service.chat(headers=claim(i) | _key("sk-a"))).status for i in range(100)]
+        assert (claimed.count(200), claimed.count(429)) == (10, 90)
+        refused = await service.chat(headers=_key("sk-a"))
+        assert refused.json["error"]["code"] == "rate_limit_exceeded"
+        assert 0 < int(refused.headers["retry-after"]) <= 60
+        wrong = [
+            await _status(service, "POST", "/tokenize", json={"model": MODEL, "prompt": "x"}, headers=_key(f"sk-{i}"))
+            for i in range(100)
+        ]
+        assert (wrong.count(401), wrong.count(429)) == (10, 90)
+        assert (await service.chat(headers=_key("sk-b"))).status == 200
+        assert await _status(service, "GET", "/admin/stats", headers=_key("sk-admin")) == 200
+
+    limits = LimitsConfig(requests_per_minute=10)
+    bench.run(scenario, msgspec.structs.replace(KEYED, limits=limits))
