@@ -352,6 +352,24 @@ def test_neutral_values_of_unsupported_parameters_are_accepted(bench: Bench) -> 
     bench.run(scenario)
 
 
+def test_i6_patterns_for_guided_answers_reach_no_regular_expression(bench: Bench) -> None:
+    catastrophic = {"name": "x", "schema": {"type": "string", "pattern": "(a+)+$"}}
+    schema = {"type": "json_schema", "json_schema": catastrophic}
+
+    async def scenario(service: Service) -> None:
+        await _refused(service, await service.chat("a" * 64, response_format=schema), "response_format")
+        text = (await service.chat("a" * 64)).text
+        for pattern in ("[", "(a+)+$"):
+            # Unknown fields are ignored, as the README says.
+            answer = await service.chat("a" * 64, guided_regex=pattern, foo={"bar": 1})
+            assert (answer.status, answer.text) == (200, text)
+            completion = await service.complete("a" * 64, guided_regex=pattern, structured_outputs={"regex": pattern})
+            assert completion.status == 200
+        await _still_serves(service)
+
+    bench.run(scenario)
+
+
 def test_an_unknown_model_is_404(bench: Bench) -> None:
     async def scenario(service: Service) -> None:
         for answer in (
