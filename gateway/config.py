@@ -143,6 +143,8 @@ class DiscoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RedisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[redis]``: an own server (``url``), else a Valkey started beside the gateway on a private unix socket.
 
+    ``url`` is ``redis://HOST:PORT/DB``, ``unix:///PATH``, ``redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB`` or
+    ``redis+cluster://HOST:PORT,HOST:PORT``, with ``rediss`` for TLS (see ``gateway.stats.connection``).
     ``prefix`` starts every key. ``flush_interval_s`` is how often totals are written.
     """
 

@@ -48,7 +48,12 @@ _START_TIMEOUT_S = 600.0
     type=click.Choice(get_args(OrderMode)),
     help="Order of structured documents in the prompt.  [default: cache-aware]",
 )
-@click.option("--redis", metavar="URL", help="Keep statistics there.  [default: a private Valkey server is started]")
+@click.option(
+    "--redis",
+    metavar="URL",
+    help="Share statistics and pins there: redis://, rediss:// (TLS), redis+sentinel://HOST:PORT,HOST:PORT/SERVICE or "
+    "redis+cluster://HOST:PORT,HOST:PORT.  [default: a private Valkey server is started]",
+)
 @click.option(
     "--host",
     metavar="ADDRESS",

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import msgspec
 import structlog
-from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from gateway.stats.connection import RedisClient
 from gateway.stats.fleet import ARCHIVE
 from gateway.stats.sums import Labels, Sums
 from gateway.stats.timeline import Table
@@ -61,7 +61,7 @@ class Archive:
         self._prefix: Final = prefix
         self._refused = False
 
-    async def fold(self, client: Redis, epochs: Mapping[str, float], now: float) -> None:
+    async def fold(self, client: RedisClient, epochs: Mapping[str, float], now: float) -> None:
         """Fold some of ``epochs`` (Unix time of the last write of each), if any are due."""
         if self._refused:
             return
@@ -72,7 +72,7 @@ class Archive:
             self._refused = True
             _log.warning("totals of ended gateways are not added up", reason=str(error))
 
-    async def has(self, client: Redis, epoch: str, now: float) -> bool:
+    async def has(self, client: RedisClient, epoch: str, now: float) -> bool:
         """Whether a writer that was silent for long has been folded meanwhile; if not, from now on it cannot be."""
         await client.zadd(self._key("epochs"), {epoch: now})
         if await client.zscore(self._key("folded"), epoch) is None:
@@ -80,7 +80,7 @@ class Archive:
         await client.zrem(self._key("epochs"), epoch)
         return True
 
-    async def _fold_one(self, client: Redis, epoch: str, now: float) -> None:
+    async def _fold_one(self, client: RedisClient, epoch: str, now: float) -> None:
         totals, archive = self._key(f"totals:{epoch}"), self._key(f"totals:{ARCHIVE}")
         ended: dict[Any, Any] = await client.hgetall(totals)
         known: dict[Any, Any] = await client.hgetall(archive)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
+
+from gateway.stats.connection import RedisClient
 
 __all__ = ["Batch", "chunks"]
 
@@ -17,7 +18,7 @@ _T = TypeVar("_T")
 class Batch:
     """One pipeline whose commands name one key each, so that an error can say which key it is about."""
 
-    def __init__(self, client: Redis, prefix: str) -> None:
+    def __init__(self, client: RedisClient, prefix: str) -> None:
         self.pipe = client.pipeline(transaction=False)
         self._prefix = prefix
         self._keys: list[str] = []
@@ -29,8 +30,8 @@ class Batch:
 
     async def send(self) -> list[Any]:
         """All replies. Raises the first error among them, with its key."""
-        async with self.pipe as pipe:
-            replies = await pipe.execute(raise_on_error=False)
+        # Not in `async with`, at whose beginning a cluster's pipeline forgets its commands.
+        replies = await self.pipe.execute(raise_on_error=False)
         for key, reply in zip(self._keys, replies, strict=True):
             if isinstance(reply, Exception):
                 raise RedisError(f"{reply} (key {key})") from reply

@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 import msgspec
-from redis.asyncio import Redis
 
 from cache_policy.keys import KEY_BYTES
 from gateway.stats.batch import Batch, chunks
+from gateway.stats.connection import RedisClient
 from gateway.stats.distinct import DistinctKeys
 from gateway.stats.documents import DOCUMENT_SPANS, DocumentKey, Documents, DocumentSums, Sketch
 from gateway.stats.timeline import Span
@@ -60,7 +60,7 @@ class DocumentShare:
         self._documents.roll()
         self._due = float("-inf")
 
-    async def exchange(self, client: Redis, prefix: str, own: str, now: float) -> bool:
+    async def exchange(self, client: RedisClient, prefix: str, own: str, now: float) -> bool:
         """Write what has changed, read what others changed; False when some of that is not to be understood."""
         if now < self._due:
             return True
@@ -87,7 +87,7 @@ class DocumentShare:
         self._read_since = now - _CLOCK_SKEW_S
         return readable
 
-    async def _read(self, client: Redis, prefix: str, own: str, span: Span, numbers: list[int]) -> bool:
+    async def _read(self, client: RedisClient, prefix: str, own: str, span: Span, numbers: list[int]) -> bool:
         readable = True
         for chunk in chunks(numbers):
             batch = Batch(client, prefix)

@@ -33,7 +33,7 @@ from gateway.stats.snapshot import (
     group,
     replica_rows,
 )
-from gateway.stats.store import Companion, StatisticsStore
+from gateway.stats.store import Companion, Share, StatisticsStore
 from gateway.stats.sums import Sums
 from gateway.stats.timeline import HOUR, KEEP_MINUTES, LONGEST_WINDOW_MINUTES, MINUTE, SPANS, Span, Table, merge
 
@@ -112,6 +112,10 @@ class Statistics:
     def store_status(self) -> StoreStatus:
         """How the connection to Redis does."""
         return self._store.status
+
+    def also_share(self, share: Share) -> None:
+        """Have something else shared through the same Redis; before ``start``."""
+        self._store.also_share(share)
 
     def add_replica(self, replica: Replica) -> None:
         """Show a replica, also before it is first ready."""

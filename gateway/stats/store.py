@@ -14,6 +14,7 @@ under the configured prefix (``headstart``):
 ``hours``             zset    hour -> Unix time of its last write
 ``documents:…``       …       documents by minute, hour and day (``gateway.stats.document_store``)
 ``folded``            zset    epoch that was added to the epoch ``archive`` (``gateway.stats.archive``) -> when
+``pins``, …           hash    pins (``gateway.pins.share``)
 ``{name}:epochs``     zset    for each companion by its name: epoch -> Unix time of its last change
 ``{name}:{epoch}``    hash    what the companion of that epoch has to tell, in absolute values
 ====================  ======  ====================================================================================
@@ -30,31 +31,26 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
-from urllib.parse import urlsplit
 
 import msgspec
 import structlog
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.typing import EncodableT, FieldT
 
 from gateway.config import RedisConfig
 from gateway.embedded_valkey import EmbeddedValkey, ValkeyUnavailable
-from gateway.errors import ConfigError
 from gateway.stats.aggregate import Aggregate, Changes
 from gateway.stats.archive import FOLDABLE_AFTER_S, Archive
 from gateway.stats.batch import Batch, chunks
+from gateway.stats.connection import RedisClient, StoreConnection
 from gateway.stats.document_store import DocumentShare
 from gateway.stats.fleet import Fleet
 from gateway.stats.snapshot import StoreStatus
 from gateway.stats.sums import Labels, Sums
 from gateway.stats.timeline import SPANS, Span, Table, merge
 
-__all__ = ["Companion", "StatisticsStore"]
+__all__ = ["Companion", "Share", "StatisticsStore"]
 
-_COMMAND_TIMEOUT_S = 2.0
 _EXCHANGE_TIMEOUT_S = 8.0
 _STOP_TIMEOUT_S = 2.0
 _LAST_BACKOFF_S = 5.0
@@ -100,6 +96,20 @@ class Companion(Protocol):
         ...
 
 
+class Share(Protocol):
+    """Something that gateways share in a way of its own, in the same exchanges."""
+
+    def write_all(self) -> None:
+        """Redis has lost what was written."""
+
+    async def exchange(self, client: RedisClient, prefix: str, own: str, now: float) -> bool:
+        """Write what is new here, read what is new there; False when some of that is not to be understood.
+
+        ``own`` is this life of the gateway, ``now`` Unix time.
+        """
+        ...
+
+
 class StatisticsStore:
     """Writes an aggregate to Redis and mirrors everyone else's into a fleet, in a task of its own.
 
@@ -128,13 +138,14 @@ class StatisticsStore:
         self._epoch = epoch
         self._aggregate = aggregate
         self._fleet = fleet
-        self._shared: list[DocumentShare | _Shared] = [documents, *map(_Shared, companions)]
+        self._shared: list[Share] = [documents, *map(_Shared, companions)]
         self._clock = clock
         self._embedded = EmbeddedValkey() if config.url is None else None
-        self._client = None if config.url is None else _client(config.url)
-        where = "embedded Valkey" if config.url is None else _without_credentials(config.url)
+        self._connection = None if config.url is None else StoreConnection(config.url)
+        self._prefix = config.prefix if self._connection is None else self._connection.prefix(config.prefix)
+        where = "embedded Valkey" if self._connection is None else self._connection.where
         self.status = StoreStatus(state="starting", where=where, since=clock())
-        self._archive = Archive(config.prefix)
+        self._archive = Archive(self._prefix)
         self._written = 0  # number of the last write that was answered
         self._written_at: float | None = None
         self._attempted = 0  # number of the last write that was sent
@@ -145,6 +156,10 @@ class StatisticsStore:
         self._logged_at = float("-inf")
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+
+    def also_share(self, share: Share) -> None:
+        """Have something else shared; before ``start``."""
+        self._shared.append(share)
 
     def start(self) -> None:
         """Begin; the first connection is made in the background."""
@@ -157,8 +172,8 @@ class StatisticsStore:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._task, _STOP_TIMEOUT_S)
             self._task = None
-        if self._client is not None:
-            await self._client.aclose()
+        if self._connection is not None:
+            await self._connection.close()
         if self._embedded is not None:
             await self._embedded.stop()
 
@@ -171,16 +186,16 @@ class StatisticsStore:
             except (ValkeyUnavailable, OSError) as error:
                 self._enter("off", str(error))
                 return
-            self._client = _client(self._embedded.url)
-        assert self._client is not None
+            self._connection = StoreConnection(self._embedded.url)
+        assert self._connection is not None
         backoff = interval = self._config.flush_interval_s
         while True:
             last_round = self._stopping.is_set()
             complete = True
             try:
-                complete = await self._exchange(self._client)
+                complete = await self._exchange(self._connection.client)
             except Exception as error:  # whatever happens here, requests and the next round must not suffer
-                await _drop_connections(self._client)
+                await self._connection.drop()
                 self._enter("down", _reason(error))
                 pause = backoff = min(max(backoff * 2, 0.25), _LAST_BACKOFF_S)
             else:
@@ -191,7 +206,7 @@ class StatisticsStore:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
-    async def _exchange(self, client: Redis) -> bool:
+    async def _exchange(self, client: RedisClient) -> bool:
         """Write what changed, read what others wrote; False when everything must be written again."""
         changes = self._aggregate.take_changes()
         try:
@@ -206,13 +221,13 @@ class StatisticsStore:
                 shared.write_all()
         return complete
 
-    async def _write_and_read(self, client: Redis, changes: Changes) -> bool:
+    async def _write_and_read(self, client: RedisClient, changes: Changes) -> bool:
         now = self._clock()
         await self._check_not_folded(client, now)
         own = self._epoch.encode()
         expected = {_flush_value(self._written), _flush_value(self._attempted)}
         self._attempted += 1
-        batch = Batch(client, self._config.prefix)
+        batch = Batch(client, self._prefix)
         batch.pipe.hget(batch.key(f"totals:{self._epoch}"), _FLUSH_FIELD)
         for span, rows in changes.rows.items():
             for number, row in rows.items():
@@ -237,12 +252,12 @@ class StatisticsStore:
         for span, numbers in zip(SPANS, (minutes, hours), strict=True):
             await self._read_rows(client, span, [int(number) for number in numbers])
         for shared in self._shared:
-            if not await shared.exchange(client, self._config.prefix, self._epoch, now):
-                self._unreadable = f"ignored unreadable fields under {self._config.prefix}:"
+            if not await shared.exchange(client, self._prefix, self._epoch, now):
+                self._unreadable = f"ignored unreadable fields under {self._prefix}:"
         self._rows_since = now - _CLOCK_SKEW_S
         return found in expected
 
-    async def _check_not_folded(self, client: Redis, now: float) -> None:
+    async def _check_not_folded(self, client: RedisClient, now: float) -> None:
         """Raise when this gateway was away for so long that its totals were added to those of the ended ones.
 
         What it would write then, all it has ever counted, would be counted a second time.
@@ -254,11 +269,11 @@ class StatisticsStore:
             days = (now - last) / (24 * 3600)
             raise RedisError(f"not written to for {days:.0f} days and counted as ended; restart to share again")
 
-    async def _read_epochs(self, client: Redis, epochs: dict[str, float], now: float) -> None:
+    async def _read_epochs(self, client: RedisClient, epochs: dict[str, float], now: float) -> None:
         epochs.pop(self._epoch, None)
         changed = [epoch for epoch, score in epochs.items() if self._seen_epochs.get(epoch) != score]
         for chunk in chunks(changed):
-            batch = Batch(client, self._config.prefix)
+            batch = Batch(client, self._prefix)
             for epoch in chunk:
                 batch.pipe.hgetall(batch.key(f"totals:{epoch}"))
             for epoch, fields in zip(chunk, await batch.send(), strict=True):
@@ -269,11 +284,11 @@ class StatisticsStore:
         await self._archive.fold(client, epochs, now)
         self._fleet.live_gateways = sum(score > now - _LIVE_S for score in epochs.values())
 
-    async def _read_rows(self, client: Redis, span: Span, numbers: list[int]) -> None:
+    async def _read_rows(self, client: RedisClient, span: Span, numbers: list[int]) -> None:
         own = self._epoch.encode()
         timeline = self._fleet.timelines[span]
         for chunk in chunks(numbers):
-            batch = Batch(client, self._config.prefix)
+            batch = Batch(client, self._prefix)
             for number in chunk:
                 batch.pipe.hgetall(batch.key(f"{span.name}:{number}"))
             for number, fields in zip(chunk, await batch.send(), strict=True):
@@ -291,7 +306,7 @@ class StatisticsStore:
             try:
                 table[_decode_labels(key)] = _decode_sums(value)
             except msgspec.MsgspecError:
-                self._unreadable = f"ignored unreadable fields under {self._config.prefix}:"
+                self._unreadable = f"ignored unreadable fields under {self._prefix}:"
         return table
 
     def _enter(self, state: Literal["ok", "down", "off"], reason: str | None) -> None:
@@ -325,7 +340,7 @@ class _Shared:
         """Redis has lost what was written."""
         self.written = None
 
-    async def exchange(self, client: Redis, prefix: str, own: str, now: float) -> bool:
+    async def exchange(self, client: RedisClient, prefix: str, own: str, now: float) -> bool:
         """Write what has changed, read what others changed; False when some of that is not to be understood."""
         companion = self.companion
         batch = Batch(client, prefix)
@@ -351,34 +366,9 @@ class _Shared:
         return readable
 
 
-def _client(url: str) -> Redis:
-    # No retries of the client's own: they are silent, and the loop tries again anyway.
-    try:
-        return Redis.from_url(
-            url,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=_COMMAND_TIMEOUT_S,
-            socket_connect_timeout=_COMMAND_TIMEOUT_S,
-            protocol=2,
-        )
-    except ValueError as error:
-        raise ConfigError(f"redis.url: {error}", param="redis.url") from error
-
-
-async def _drop_connections(client: Redis) -> None:
-    """Connect anew next time: the address may lead elsewhere by then, and half-read replies must not be met again."""
-    with contextlib.suppress(RedisError, OSError):
-        await client.connection_pool.disconnect()
-
-
 def _flush_value(number: int) -> bytes | None:
     return b"%d" % number if number else None
 
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _without_credentials(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

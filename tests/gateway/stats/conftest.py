@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import signal
 import socket
+import ssl
 import subprocess
 import tempfile
 import time
@@ -90,3 +93,49 @@ def record() -> Callable[..., RequestRecord]:
 def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
     """Waits for a condition."""
     return until
+
+
+class Proxy:
+    """A TCP port in front of a server's unix socket, ``tls`` if wanted; replies come ``delay_s`` late."""
+
+    def __init__(self, server: ValkeyServer, *, tls: ssl.SSLContext | None = None) -> None:
+        self.delay_s = 0.0
+        self._server = server
+        self._tls = tls
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> Proxy:
+        self._listener = await asyncio.start_server(self._connected, "127.0.0.1", 0, ssl=self._tls)
+        self.port: int = self._listener.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._listener.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_unix_connection(str(self._server.socket))
+        self._writers += [writer, back]
+        for source, sink, late in ((reader, back, False), (there, writer, True)):
+            task = asyncio.create_task(self._pump(source, sink, late=late))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, late: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(65536):
+                await asyncio.sleep(self.delay_s if late else 0)
+                sink.write(data)
+                await sink.drain()
+        sink.transport.abort()
+
+
+@pytest.fixture
+def proxy() -> Callable[..., Proxy]:
+    """``proxy(server, tls=…)``."""
+    return Proxy
