@@ -32,6 +32,7 @@ from gateway.membership import Connect, Membership
 from gateway.pins.ceiling import Ceiling
 from gateway.pins.control import PinControl
 from gateway.pins.prefix import PrefixReader
+from gateway.pins.share import PinShare
 from gateway.plan import Caller
 from gateway.prompt import PromptRenderer
 from gateway.quality.gate import QualityGate
@@ -113,6 +114,7 @@ class Gateway:
         )
         self.templates: Final = TemplateStore(_file(config.templates_file), self.path.templates)
         self.pins: Final = self._pins(secret)
+        self.statistics.also_share(PinShare(self.pins))
         self.router.when_dispatching(self.pins.dispatched)
         # In this order: choices read cost curves, and pins look at what is held.
         observers: list[ReplicaObserver] = [self.statistics, self.router, self.pins]
@@ -249,6 +251,7 @@ class Gateway:
             ceiling=Ceiling(self.config.limits.max_pinned_share, quota),
             quota=quota,
             templates_generation=lambda: self.path.templates.generation,
+            writer=self.statistics.epoch,
         )
 
     def _follow(self, generation: Generation) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import structlog
@@ -15,20 +15,24 @@ import structlog
 from engine.wire import CacheEvent, EngineInfo, Load, StepTiming
 from gateway.config import PinConfig
 from gateway.errors import ConfigError, ConflictError, HeadstartError, InvalidRequestError, PinNotFoundError
+from gateway.logs import where_from
 from gateway.pins.ceiling import Admission, Ceiling
-from gateway.pins.prefix import Prefix, PrefixReader
-from gateway.pins.report import PinKind, PinnedReplica, PinReport, PinRow, ReplicaSummary, overall_state
-from gateway.pins.store import Pin, PinStore, pin_id
+from gateway.pins.prefix import Prefix, PrefixReader, read_keys
+from gateway.pins.report import PinReport, PinRow
+from gateway.pins.rows import pin_kind, pin_row, replica_summary
+from gateway.pins.store import Pin, PinStore, Stamp, pin_id
 from gateway.pins.upkeep import ReplicaPins, Target
 from gateway.replicas.base import Replica, ReplicaState
 from gateway.routing.router import Router
 
-__all__ = ["MAX_PINS", "PinControl"]
+__all__ = ["MAX_PINS", "REMEMBER_REMOVED_S", "PinControl"]
 
 MAX_PINS: Final = 1000
 
 _TICK_S: Final = 1.0
-_REMOTE: Final = "a remote server cannot be told to keep it"
+
+REMEMBER_REMOVED_S: Final = 30 * 24 * 3600.0
+"""A gateway that was away for longer brings back what was given up meanwhile."""
 
 _log = structlog.get_logger("headstart.pins")
 
@@ -52,12 +56,14 @@ class PinControl:
         ceiling: Ceiling,
         quota: Callable[[str], int],
         templates_generation: Callable[[], int],
+        writer: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Read the pins; nothing is done about them yet.
 
         ``secret`` is the deployment secret, and ``lasting_keys`` tells whether it was configured. ``tenants`` are all
-        there are; ``templates_generation`` changes when other templates are registered.
+        there are; ``templates_generation`` changes when other templates are registered. ``writer`` is the name of this
+        life of the gateway among all that share their pins.
 
         Raises:
             ConfigError: a pin of the configuration cannot be, or the file cannot be used.
@@ -67,7 +73,12 @@ class PinControl:
         self._ceiling: Final = ceiling
         self._quota: Final = quota
         self._templates_generation: Final = templates_generation
+        self._writer: Final = writer
         self._clock: Final = clock
+        self._news: dict[str, Pin | Stamp] = {}
+        """What other gateways have changed, to be taken over with the next tick: pins, or when one was removed."""
+        self.revision = 0
+        """Another one whenever pins may have changed, or the keys by which they are kept."""
         self._prefixes: dict[str, Prefix | str] = {}
         """Of every pin its prefix, or why it has none."""
         self._generation = templates_generation()
@@ -126,9 +137,10 @@ class PinControl:
         wish = self._settled(wish)
         prefix = self._reader.read(wish)
         now = self._clock()
-        pin = Pin(pin_id(wish), wish, now, None if ttl_s is None else now + ttl_s)
+        id = pin_id(wish)
         async with self._changing:
-            known = self._store.get(pin.id)
+            pin = Pin(id, wish, now, None if ttl_s is None else now + ttl_s, stamp=self._stamp(id))
+            known = self._store.get(id)
             if known is not None and known.configured:
                 if ttl_s is not None:
                     raise ConflictError(f"{pin.id} belongs to the configuration file, and has no end.", param="ttl_s")
@@ -139,8 +151,9 @@ class PinControl:
                 pin = msgspec.structs.replace(pin, created=known.created)
             await self._store.put(pin)
             self._prefixes[pin.id] = prefix
+            self.revision += 1
             await self._enforce()
-        _log.info("pinned", pin=pin.id, kind=_kind(wish), template=wish.template, tenant=wish.tenant, ttl_s=ttl_s)
+        _log.info("pinned", pin=pin.id, kind=pin_kind(wish), template=wish.template, tenant=wish.tenant, ttl_s=ttl_s)
         return self._row(pin), known is None
 
     async def delete(self, id: str) -> None:
@@ -157,12 +170,12 @@ class PinControl:
                 raise PinNotFoundError(f"There is no pin {id[:64]!r}.")
             if pin.configured:
                 raise ConflictError(f"{id} belongs to the configuration file, which alone can take it back.")
-            await self._remove([pin], "unpinned")
+            await self._remove([pin], "unpinned", lasting=True)
 
     async def expire(self) -> None:
         """Give up the pins whose time is over, and read the others again when templates have changed.
 
-        Replicas that have left are forgotten.
+        What other gateways have changed is taken over, and replicas that have left are forgotten.
         """
         async with self._changing:
             for id, upkeep in [*self._replicas.items()]:
@@ -171,9 +184,11 @@ class PinControl:
                     del self._replicas[id]
                     self._admissions.pop(id, None)
             now = self._clock()
+            await self._take_over()
             over = [pin for pin in self._store.all() if pin.expires is not None and pin.expires <= now]
             if over:
                 await self._remove(over, "pin expired")
+            await self._store.forget_removed(round((now - REMEMBER_REMOVED_S) * 1000))
             if self._generation != self._templates_generation():
                 self._generation = self._templates_generation()
                 for pin in self._store.all():
@@ -183,8 +198,32 @@ class PinControl:
     def report(self) -> PinReport:
         """Every pin and every replica that can keep some."""
         rows = [self._row(pin) for pin in self._store.all()]
-        summaries = {id: self._summary(upkeep) for id, upkeep in self._replicas.items() if upkeep.pins_blocks}
+        summaries = {
+            id: replica_summary(upkeep, self._admissions.get(id), self._ceiling)
+            for id, upkeep in self._replicas.items()
+            if upkeep.pins_blocks
+        }
         return PinReport(rows, summaries, self._ceiling.share, self._store.persistent)
+
+    # --- what gateways share -----------------------------------------------------------------------------
+
+    @property
+    def store(self) -> PinStore:
+        """The pins as they are kept; only to be read."""
+        return self._store
+
+    def chain_keys(self, pin: Pin) -> tuple[str, ...]:
+        """The chain of block keys (hex) by which engines keep a pin; none while no engine has been ready."""
+        prefix = self._prefixes.get(pin.id)
+        infos = (upkeep.replica.info for upkeep in self._replicas.values() if upkeep.pins_blocks)
+        info = next((info for info in infos if info is not None), None)
+        if not isinstance(prefix, Prefix) or info is None:
+            return ()
+        return tuple(key.hex() for key in self._reader.chain(pin.wish, prefix, info).keys)
+
+    def hear(self, news: Mapping[str, Pin | Stamp]) -> None:
+        """Another gateway has made pins, or has given them up at the time of a stamp."""
+        self._news.update(news)
 
     @property
     def problems(self) -> int:
@@ -203,6 +242,7 @@ class PinControl:
                 known.close()
             self._replicas[replica.id] = self._upkeep(replica)
             self._replicas[replica.id].start()
+        self.revision += 1
         self._aim(replica.id, restarted=True)
 
     def on_down(self, replica: Replica, reason: str) -> None:
@@ -225,8 +265,12 @@ class PinControl:
     async def _keep_time(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            with contextlib.suppress(HeadstartError):  # a file that cannot be written now is tried again
+            try:
                 await self.expire()
+            except HeadstartError:  # a file that cannot be written now is tried again
+                continue
+            except Exception as error:  # whatever it was, the next tick must not suffer
+                _log.error("pins could not be looked after", error=where_from(error))
 
     def _configured(self, wishes: Collection[PinConfig], *, lasting_keys: bool) -> list[Pin]:
         now = self._clock()
@@ -260,14 +304,53 @@ class PinControl:
             raise InvalidRequestError(f"{found}: there are {', '.join(self._tenants)[:512]}.", param="tenant")
         return wish
 
+    def _stamp(self, id: str) -> Stamp:
+        """Of a change that is made now."""
+        return Stamp(max(round(self._clock() * 1000), self._store.stamp(id).version + 1), self._writer)
+
+    async def _take_over(self) -> None:
+        """Have what other gateways have changed, where nothing newer is known here."""
+        news, self._news = self._news, {}
+        try:
+            pins, removed = [], {}
+            for id, change in news.items():
+                stamp, known = self._store.stamp(id), self._store.get(id)
+                if isinstance(change, Stamp):
+                    if change > stamp:
+                        removed[id] = change
+                elif change.stamp > stamp or (change.stamp == stamp and known is not None and known.borrowed):
+                    if known is not None and change.borrowed and not known.borrowed:  # its texts are here
+                        change = msgspec.structs.replace(change, wish=known.wish, borrowed=False, keys=())
+                    if change != known:
+                        pins.append(change)
+            if removed:
+                await self._store.remove([], removed)
+            if pins:
+                await self._store.put(*pins)
+        except BaseException:
+            self._news = news | self._news
+            raise
+        if pins or removed:
+            _log.info("pins of other gateways taken over", pins=len(pins), removed=len(removed))
+            for pin in self._store.all():
+                self._read(pin)
+            self._prefixes = {pin.id: self._prefixes[pin.id] for pin in self._store.all()}
+            await self._enforce()
+
     def _read(self, pin: Pin) -> None:
         """Find the prefix of a pin, or say why it has none any more."""
+        self.revision += 1
         try:
-            self._prefixes[pin.id] = self._reader.read(self._settled(pin.wish))
+            self._prefixes[pin.id] = self._borrowed(pin) if pin.borrowed else self._reader.read(self._settled(pin.wish))
         except HeadstartError as error:
             if self._prefixes.get(pin.id) != error.message:
                 _log.warning("a pin is not in force", pin=pin.id, reason=error.message)
             self._prefixes[pin.id] = error.message
+
+    def _borrowed(self, pin: Pin) -> Prefix:
+        if not pin.keys:
+            raise HeadstartError("Its keys are not known here: it was made under another deployment secret.")
+        return Prefix(keys=read_keys(pin.keys))
 
     def _refuse_too_much(self, pin: Pin, prefix: Prefix) -> None:
         """Raise ``ConflictError`` or ``InvalidRequestError`` where a new pin does not fit a replica with all others."""
@@ -313,73 +396,15 @@ class PinControl:
             self._aim(id)
         await asyncio.gather(*[upkeep.apply() for upkeep in self._replicas.values()])
 
-    async def _remove(self, pins: Collection[Pin], event: str) -> None:
-        await self._store.remove([pin.id for pin in pins])
+    async def _remove(self, pins: Collection[Pin], event: str, *, lasting: bool = False) -> None:
+        """``lasting``: no other gateway shall bring them back. Those whose time is over end everywhere anyway."""
+        removed = {pin.id: self._stamp(pin.id) for pin in pins} if lasting else {}
+        await self._store.remove([pin.id for pin in pins], removed)
+        self.revision += 1
         for pin in pins:
-            del self._prefixes[pin.id]
+            self._prefixes.pop(pin.id, None)
             _log.info(event, pin=pin.id, template=pin.wish.template, tenant=pin.wish.tenant)
         await self._enforce()
 
-    # --- showing -----------------------------------------------------------------------------------------
-
     def _row(self, pin: Pin) -> PinRow:
-        wish, prefix = pin.wish, self._prefixes[pin.id]
-        replicas = {} if isinstance(prefix, str) else self._at_replicas(pin, prefix)
-        states = {replica.state for replica in replicas.values()}
-        return PinRow(
-            id=pin.id,
-            kind=_kind(wish),
-            source="configuration" if pin.configured else "api",
-            template=wish.template,
-            documents=[None if (id := document.get("id")) is None else str(id)[:128] for document in wish.documents],
-            tenant=wish.tenant,
-            created=pin.created,
-            expires=pin.expires,
-            tokens=len(prefix.token_ids) or None if isinstance(prefix, Prefix) else None,
-            state="not_resident" if isinstance(prefix, str) else overall_state(states),
-            problem=prefix if isinstance(prefix, str) else None,
-            replicas=replicas,
-        )
-
-    def _at_replicas(self, pin: Pin, prefix: Prefix) -> dict[str, PinnedReplica]:
-        rows = {}
-        for id, upkeep in self._replicas.items():
-            info, admission = upkeep.replica.info, self._admissions.get(id)
-            if info is None or admission is None:
-                continue
-            blocks = len(prefix.keys) or len(prefix.token_ids) // info.block_size
-            facts: dict[str, Any] = {
-                "tokens": blocks * info.block_size,
-                "blocks": blocks,
-                "share": blocks / info.num_blocks if info.num_blocks else None,
-            }
-            if (refused := admission.refused.get(pin.id)) is not None:
-                rows[id] = PinnedReplica("not_resident", pinned=False, resident_blocks=None, note=refused, **facts)
-                continue
-            rows[id] = PinnedReplica(
-                state=upkeep.state(pin.id),
-                pinned=upkeep.pinned(pin.id),
-                resident_blocks=upkeep.resident(pin.id),
-                note=upkeep.problem(pin.id) or (None if upkeep.pins_blocks else _REMOTE),
-                **facts,
-            )
-        return rows
-
-    def _summary(self, upkeep: ReplicaPins) -> ReplicaSummary:
-        info = upkeep.replica.info
-        assert info is not None, "a replica that keeps blocks has said how many it has"
-        admission = self._admissions.get(upkeep.replica.id)
-        return ReplicaSummary(
-            pinned_blocks=0 if admission is None else admission.blocks,
-            resident_blocks=upkeep.resident_blocks(),
-            max_blocks=self._ceiling.blocks(info),
-            num_blocks=info.num_blocks,
-            warmed_prefixes=upkeep.warmed_prefixes,
-            warmed_tokens=upkeep.warmed_tokens,
-        )
-
-
-def _kind(wish: PinConfig) -> PinKind:
-    if wish.keys:
-        return "keys"
-    return "documents" if wish.documents else "template"
+        return pin_row(pin, self._prefixes[pin.id], self._replicas, self._admissions)

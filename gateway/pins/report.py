@@ -31,7 +31,9 @@ class PinnedReplica(msgspec.Struct, frozen=True):
 
 
 class PinRow(msgspec.Struct, frozen=True):
-    """One pin. ``source`` is ``configuration`` or ``api``, ``documents`` their ids as given; times are Unix seconds.
+    """One pin. ``documents`` are their ids as given; times are Unix seconds.
+
+    ``source`` is ``configuration``, ``api``, or ``elsewhere`` for one of another gateway whose texts are not here.
 
     ``tokens`` is what its requests have in common, of which engines keep the full blocks; null for a pin by keys.
     ``state`` is the least advanced of all replicas. ``problem`` is why it is in force nowhere, null when it is.
@@ -39,7 +41,7 @@ class PinRow(msgspec.Struct, frozen=True):
 
     id: str
     kind: PinKind
-    source: Literal["configuration", "api"]
+    source: Literal["configuration", "api", "elsewhere"]
     template: str | None
     documents: list[str | None]
     tenant: str | None

@@ -24,7 +24,7 @@ export function Pins({ keyHeader }) {
       <div class="bar-title">
         <h3>${pin.template ?? pin.id} <small>${pin.documents.length > 0 && `with ${plural(pin.documents.length, "document", "documents")}, `}${pin.tenant !== null && `${pin.tenant}, `}${pin.tokens === null ? "by keys" : plural(pin.tokens, "token", "tokens")},
           ${" "}${STATES[pin.state]}${pin.expires !== null && `, until ${time(pin.expires)}`}</small></h3>
-        ${pin.source === "api" && html`<div class="switch"><button type="button" onClick=${() => remove(pin)}>Unpin<span class="unseen"> ${pin.template ?? pin.id}</span></button></div>`}
+        ${pin.source !== "configuration" && html`<div class="switch"><button type="button" onClick=${() => remove(pin)}>Unpin<span class="unseen"> ${pin.template ?? pin.id}</span></button></div>`}
       </div>
       ${pin.problem && html`<p class="note bad">${pin.problem}</p>`}
     </article>`)}

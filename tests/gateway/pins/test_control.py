@@ -6,94 +6,28 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from tokenizers import Tokenizer
 
 from cache_policy.keys import chain_keys
 from engine.wire import CacheEvent, EngineInfo, Load, Sampling, StepTiming
-from gateway.config import CanonicalConfig, PinConfig, TemplateConfig
-from gateway.pins.ceiling import Ceiling
-from gateway.pins.control import PinControl
-from gateway.pins.prefix import Chain, PrefixReader
+from gateway.config import PinConfig
+from gateway.pins.prefix import Chain
 from gateway.pins.upkeep import ReplicaPins, Target
-from gateway.prompt import PromptRenderer
 from gateway.replicas.base import GenerationRequest, Replica, ReplicaState
 from gateway.replicas.engine import EngineReplica
-from gateway.replicas.scripted import ScriptedReplica, scripted_info
 from gateway.replicas.supervisor import EngineLauncher
-from gateway.request_path import RequestPath
 from gateway.routing.router import Router
 from gateway.stats.cost import PrefillCost
 
 from ..conftest import until
 from ..replicas.openai_mock import CONFIG, MockServer, Remote, play, saying, whole
+from .conftest import TEMPLATES, Bench
 
 WORKER = [sys.executable, str(Path(__file__).parent.parent / "replicas" / "scripted_worker.py")]
-TEMPLATES = {"support": TemplateConfig("You are helpful. " * 12), "long": TemplateConfig("You take your time. " * 30)}
-
-
-class Bench:
-    """A control over one scripted replica, whose clock a test sets."""
-
-    def __init__(self, folder: Path, **info: Any) -> None:
-        self.now = 1000.0
-        self.renderer = PromptRenderer(folder)
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        settings = {"num_blocks": 128, "max_model_len": 1024} | info
-        self.replica = ScriptedReplica("engine-0", tokenizer, scripted_info(tokenizer, **settings))
-        router = Router(lambda _: PrefillCost())
-        path = RequestPath(
-            model="m",
-            secret=b"s",
-            canonical=CanonicalConfig(),
-            templates=TEMPLATES,
-            renderer=self.renderer,
-            router=router,
-        )
-        self.control = PinControl(
-            router,
-            PrefixReader(path, model="m", tools=False),
-            configured=(),
-            file=None,
-            secret=b"s",
-            lasting_keys=True,
-            tenants=("default",),
-            ceiling=Ceiling(0.5, lambda _: 0),
-            quota=lambda _: 0,
-            templates_generation=lambda: path.templates.generation,
-            clock=lambda: self.now,
-        )
-        self.replica.observe(router)
-        self.replica.observe(self.control)
-
-    def run(self, scenario: Callable[[], Awaitable[None]]) -> None:
-        async def main() -> None:
-            async with asyncio.timeout(60):
-                await self.control.start()
-                await self.replica.start()
-                try:
-                    await scenario()
-                finally:
-                    await self.control.stop()
-                    await self.replica.stop(0)
-
-        asyncio.run(main())
-
-    async def told(self) -> list[Any]:
-        """The pins that the engine knows of."""
-        found: list[Any] = (await self.replica.call("pins"))["pins"]
-        return found
-
-
-@pytest.fixture
-def folder(model_folder: Callable[[str], Path]) -> Path:
-    return model_folder("chatml")
 
 
 def test_a_pin_ends_when_its_time_is_over_and_not_before(folder: Path) -> None:
