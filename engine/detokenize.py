@@ -7,6 +7,7 @@ become a stop string.
 from __future__ import annotations
 
 import codecs
+import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final, Protocol
@@ -14,7 +15,7 @@ from typing import Final, Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
-__all__ = ["IncrementalDetokenizer", "StopFilter", "spelled_bytes"]
+__all__ = ["IncrementalDetokenizer", "StopFilter", "spelled_bytes", "vocabulary_digest"]
 
 _REPLACEMENT: Final = "\ufffd"
 _MAX_CHARACTER_TOKENS: Final = 4
@@ -199,3 +200,11 @@ def _byte_of_character() -> dict[str, int]:
 
 
 _BYTE_OF: Final = _byte_of_character()
+
+
+def vocabulary_digest(tokenizer: Tokenizer) -> str:
+    """Equal where every token has the same id. Prompts travel as ids: to another vocabulary they are another text."""
+    digest = hashlib.sha256()
+    for token, id in sorted(tokenizer.get_vocab(with_added_tokens=True).items()):
+        digest.update(f"{len(token)} {token} {id} ".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()[:32]

@@ -25,6 +25,7 @@ import msgspec
 
 from engine.core import EngineCore
 from engine.errors import CallError, EngineError, ProtocolError, WorkerError
+from engine.tcp import REPLY_BYTES, challenge, keep_alive, verdict
 from engine.wire import (
     Abort,
     Call,
@@ -47,6 +48,8 @@ MAX_CONSECUTIVE_FAILURES: Final = 3
 """So many steps may raise in a row before the engine is given up."""
 
 _CLOSE_SECONDS: Final = 2.0  # to flush what is written when the server stops
+_HANDSHAKE_SECONDS: Final = 10.0
+_MAX_STRANGERS: Final = 64  # connections that have not shown the secret yet
 
 _log: Final = logging.getLogger(__name__)
 
@@ -63,16 +66,22 @@ class EngineServer:
         core: EngineCore,
         listener: socket.socket,
         *,
+        secret: bytes | None = None,
         thread: Executor | None = None,
         max_unsent_bytes: int = MAX_UNSENT_BYTES,
     ) -> None:
         """Serve ``core`` to whoever connects to ``listener``, a bound stream socket that the server will close.
 
+        To a TCP socket everybody can connect: there whoever does must know ``secret`` (see ``engine.tcp``).
+
         ``thread`` runs the steps, by default a new one. A core that computes has to be made in it: OpenMP keeps threads
         for each one that has ever computed, and when there are more of them than cores, they sleep between operations
         instead of waiting, which makes a decode step half as long again.
         """
+        if (secret is None) != (listener.family == socket.AF_UNIX):
+            raise ValueError("a secret is for a TCP socket, and needed there")
         self._core = core  # touched by the engine thread only
+        self._secret = secret
         self._listener = listener
         self._max_unsent_bytes = max_unsent_bytes
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="engine-steps")
@@ -82,6 +91,7 @@ class EngineServer:
         self._ids = itertools.count()
         self._routes: dict[int, _Route] = {}  # by the engine's ids
         self._connections: set[_Connection] = set()
+        self._strangers: set[asyncio.StreamWriter] = set()
         self._handlers: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._failure: Exception | None = None
@@ -94,7 +104,8 @@ class EngineServer:
             Exception: what stopped the engine for good, ``EngineError`` when steps failed again and again.
         """
         self._loop = asyncio.get_running_loop()
-        server = await asyncio.start_unix_server(self._handle, sock=self._listener)
+        start = asyncio.start_unix_server if self._secret is None else asyncio.start_server
+        server = await start(self._handle, sock=self._listener)
         engine = self._loop.run_in_executor(self._thread, self._run_engine)
         try:
             await self._ended.wait()
@@ -193,9 +204,11 @@ class EngineServer:
         assert task is not None
         self._handlers.add(task)
         connection = _Connection(writer)
-        self._connections.add(connection)
-        self._commands.put(partial(self._greet, connection))
         try:
+            if self._secret is not None and not await self._is_admitted(self._secret, reader, writer):
+                return
+            self._connections.add(connection)
+            self._commands.put(partial(self._greet, connection))
             while True:
                 self._dispatch(connection, decode_to_engine(await read_frame(reader)))
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -207,6 +220,29 @@ class EngineServer:
             self._connections.discard(connection)
             self._abort(connection, [*connection.requests])
             writer.close()
+
+    async def _is_admitted(self, secret: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Whether the other end of a TCP connection shows that it knows the secret, in time."""
+        peer = writer.get_extra_info("peername")
+        if len(self._strangers) >= _MAX_STRANGERS:
+            return False
+        keep_alive(writer.get_extra_info("socket"))
+        self._strangers.add(writer)
+        try:
+            asked = challenge()
+            writer.write(asked)
+            async with asyncio.timeout(_HANDSHAKE_SECONDS):
+                admitted, told = verdict(secret, asked, await reader.readexactly(REPLY_BYTES))
+            writer.write(told)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+            admitted = False
+        finally:
+            self._strangers.discard(writer)
+        if admitted:
+            _log.info("a gateway at %s has connected", peer[0])
+        else:
+            _log.warning("refusing a connection from %s that does not show the secret", peer[0])
+        return admitted
 
     def _dispatch(self, connection: _Connection, message: Submit | Abort | Call) -> None:
         match message:
@@ -235,6 +271,8 @@ class EngineServer:
 
     async def _close_connections(self) -> None:
         """Flush and close every connection; those that do not read are cut."""
+        for stranger in self._strangers:
+            stranger.transport.abort()
         for connection in self._connections:
             connection.writer.transport.close()
         if self._handlers:

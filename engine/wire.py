@@ -172,7 +172,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     positions and the whole pool. ``fingerprint`` identifies the weights. ``boot_id`` changes at each start,
     so that an index of the former life is dropped. ``profile`` holds the timed steps of the warm-up.
     Layers that see only the last ``window`` tokens (0: there are none) have ``window_blocks`` blocks of their own.
-    ``root`` is the Hugging Face folder from which weights and tokenizer are loaded. ``kv_dtype`` is the format of the
+    ``root`` is the Hugging Face folder from which weights and tokenizer are loaded, ``vocabulary`` the digest of its
+    tokens and their ids (``engine.detokenize``; empty: not told). ``kv_dtype`` is the format of the
     cache, and ``method`` names the code that computes, for whoever reads a log or a benchmark.
     """
 
@@ -194,6 +195,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
     method: str = ""
     window: int = 0
     window_blocks: int = 0
+    vocabulary: str = ""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -1,4 +1,4 @@
-"""The engine process: ``python -m engine.worker`` loads a model and serves it on a unix socket until told to stop.
+"""The engine process: ``python -m engine.worker`` loads a model and serves it on a socket until told to stop.
 
 What it has to say goes to stderr, never with prompt text. Once it serves, it exits with 0 after SIGTERM, SIGINT or a
 ``shutdown`` call; when it cannot serve, with 1 and the reason in its last line.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
+import os
 import secrets
 import signal
+import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,8 +25,8 @@ from tokenizers import Tokenizer
 
 from cache_policy.policy import POLICY_NAMES
 from engine.core import EngineCore
-from engine.detokenize import IncrementalDetokenizer
-from engine.errors import EngineError, KernelError
+from engine.detokenize import IncrementalDetokenizer, vocabulary_digest
+from engine.errors import EngineError, KernelError, WorkerError
 from engine.memory import (
     GPU_MEMORY_SHARE,
     MAX_AUTO_BLOCKS,
@@ -36,6 +39,7 @@ from engine.models.catalog import check_model_folder, weight_files
 from engine.native.build import BackgroundBuild
 from engine.parent import die_with_parent
 from engine.server import EngineServer, bind_unix_socket
+from engine.tcp import LEAST_SECRET_CHARS, bind_tcp_socket, parse_endpoint
 from engine.wire import EngineInfo
 
 if TYPE_CHECKING:
@@ -55,14 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.parent is not None:
             die_with_parent(options.parent)
+        secret = _secret(options)
         steps = ThreadPoolExecutor(1, thread_name_prefix="engine-steps")
         core = steps.submit(_load, options).result()
-        listener = bind_unix_socket(options.socket)  # last, so that who can connect is served
-        try:
-            asyncio.run(serve(EngineServer(core, listener, thread=steps)))
-        finally:
-            listener.close()
-            options.socket.unlink(missing_ok=True)
+        with _listening(options) as listener:  # last, so that who can connect is served
+            asyncio.run(serve(EngineServer(core, listener, secret=secret, thread=steps)))
     except EngineError as error:
         _log.error("%s", error)
         return 1
@@ -75,6 +76,34 @@ async def serve(server: EngineServer) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     await server.serve()
+
+
+@contextlib.contextmanager
+def _listening(options: argparse.Namespace) -> Iterator[socket.socket]:
+    """The socket to serve on, and its end."""
+    if options.tcp is None:
+        listener = bind_unix_socket(options.socket)
+    else:
+        listener = bind_tcp_socket(*options.tcp)
+        host, port, *_ = listener.getsockname()
+        _log.info("listening on %s", f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    try:
+        yield listener
+    finally:
+        listener.close()
+        if options.tcp is None:
+            options.socket.unlink(missing_ok=True)
+
+
+def _secret(options: argparse.Namespace) -> bytes | None:
+    """What gateways must know to be served by TCP; None for a unix socket. Raises ``WorkerError``."""
+    if options.tcp is None:
+        return None
+    secret = os.environ.get(options.secret_env, "")
+    if len(secret) < LEAST_SECRET_CHARS:
+        found = f"has fewer than {LEAST_SECRET_CHARS} characters" if secret else "is not set"
+        raise WorkerError(f"{options.secret_env} {found}: whoever reaches a TCP port must show a shared secret")
+    return secret.encode()
 
 
 def _load(options: argparse.Namespace) -> EngineCore:
@@ -117,6 +146,7 @@ def _load(options: argparse.Namespace) -> EngineCore:
         kernels=partial(_kernels, building) if building else None,
         device=options.device,
     )
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     info = EngineInfo(
         model=options.served_name,
         root=str(options.model),
@@ -136,6 +166,7 @@ def _load(options: argparse.Namespace) -> EngineCore:
         method=runner.method,
         window=model.window,
         window_blocks=window_blocks,
+        vocabulary=vocabulary_digest(tokenizer),
     )
     _log.info("computing with %s, cache in %s", info.method, info.kv_dtype)
     if window_blocks:
@@ -160,7 +191,6 @@ def _load(options: argparse.Namespace) -> EngineCore:
         _EXAMPLE_TOKENS,
         info.max_model_len,
     )
-    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     return EngineCore(
         runner, info, detokenizer=partial(IncrementalDetokenizer, tokenizer), max_running=options.max_running
     )
@@ -185,11 +215,19 @@ def _kernels(building: BackgroundBuild) -> Kernels | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m engine.worker",
-        description="Serve one model on a unix socket. `headstart serve` starts this process by itself.",
+        description="Serve one model on a socket. `headstart serve` starts this process by itself.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--socket", type=Path, required=True, help="path of the socket; only this user will be able to connect")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--socket", type=Path, help="path of a unix socket; only this user will be able to connect")
+    where.add_argument("--tcp", type=_endpoint, metavar="HOST:PORT", help="for gateways on other machines")
+    add(
+        "--secret-env",
+        default="HEADSTART__ENGINE__SECRET",
+        metavar="NAME",
+        help="environment variable with the secret that gateways must know for --tcp (default: %(default)s)",
+    )
     add("--model", type=Path, required=True, help="Hugging Face folder with weights and tokenizer")
     add("--served-name", required=True, help="the model's name for clients")
     add("--device", default="cpu", help="cpu, or cuda or cuda:N for a GPU (default: cpu)")
@@ -215,6 +253,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=_count(0), default=0, help="for arithmetic; 0: torch's choice (default)")
     add("--parent", type=_count(1), metavar="PID", help="be killed when this process, which started it, has ended")
     return parser
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    try:
+        return parse_endpoint(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _fraction(text: str) -> float:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.pool import MAX_PINNED_SHARE
+from engine.tcp import LEAST_SECRET_CHARS
 
 __all__ = [
     "DEFAULT_TENANT",
@@ -68,8 +69,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     drain_grace_s: Annotated[float, Meta(ge=0)] = 30.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-
     trusted_proxies: tuple[str, ...] = ()
+
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[engine]``: the local engines.
@@ -80,6 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``device`` is ``cpu``, or ``cuda`` or ``cuda:N`` for a GPU. ``kv_dtype`` auto keeps the cache in ``dtype``.
     ``threads`` 0 shares the cores among the engines. ``max_batch_tokens`` is the token budget of a step
     (prefill chunks and decodes together); no more than ``max_running`` requests, nor than that many, run at once.
+    ``secret`` is what engines that listen on TCP and their gateways must both know, 16 characters at least.
     """
 
     model: str | None = None
@@ -94,11 +96,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_tokens: _Positive = 512
     max_running: _Positive = 32
     threads: Annotated[int, Meta(ge=0)] = 0
+    secret: Annotated[str, Meta(min_length=LEAST_SECRET_CHARS)] | None = None
 
 
 class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[[replicas]]``: an OpenAI-compatible server (vLLM, SGLang, llama.cpp) that generates for this gateway.
 
+    Or ``tcp://HOST:PORT``, a ``headstart engine``; its ``api_key`` is its secret, by default ``engine.secret``.
     ``url`` is its base, with or without ``/v1``; ``dns+http://NAME:PORT`` stands for every address behind the name.
     ``model`` is the name by which it serves the model (default: the only one it has), ``api_key`` the key it wants. An
     answer on which nothing comes for ``idle_timeout_s`` seconds after its beginning is given up.
@@ -371,13 +375,13 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     max_body_bytes: _Positive = 8 * 1024 * 1024
     max_queue: _Positive = 1024
+    requests_per_minute: Annotated[int, Meta(ge=0)] = 0
     request_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     max_pinned_share: Annotated[float, Meta(ge=0, le=MAX_PINNED_SHARE)] = MAX_PINNED_SHARE
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything ``headstart.toml`` can say. ``keys`` maps the SHA-256 (hex) of an API key to its owner.
-    requests_per_minute: Annotated[int, Meta(ge=0)] = 0
 
     ``templates_file`` keeps the templates that are written through the API, ``pins_file`` the pins (default: they last
     as long as the gateway). ``secret`` is the deployment secret under which block keys are derived; gateways that share

@@ -23,6 +23,7 @@ from gateway.errors import ConfigError, PermissionDeniedError
 __all__ = [
     "DNS_PREFIX",
     "ENVIRONMENT_PREFIX",
+    "TCP_PREFIX",
     "admitted_replica",
     "check_config",
     "check_replicas",
@@ -41,9 +42,12 @@ ENVIRONMENT_PREFIX: Final = "HEADSTART__"
 DNS_PREFIX: Final = "dns+"
 """Before a replica's URL: every address behind the host name is one."""
 
+TCP_PREFIX: Final = "tcp://"
+"""Before the address of an engine of our own (``headstart engine tcp:HOST:PORT``)."""
+
 _SHA256_HEX: Final = re.compile(r"[0-9a-f]{64}")
 _REPLICA_URL: Final = re.compile(
-    r"(?P<origin>https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:(?P<port>\d{1,5}))?)(?P<path>(/[a-z0-9._~-]*)*)",
+    r"(?P<origin>(https?|tcp)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:(?P<port>\d{1,5}))?)(?P<path>(/[a-z0-9._~-]*)*)",
     re.IGNORECASE,
 )
 
@@ -190,6 +194,8 @@ def admitted_replica(entry: ReplicaConfig, config: Config) -> ReplicaConfig:
 
 
 def _check_events(replica: ReplicaConfig) -> None:
+    if replica.url.startswith(TCP_PREFIX) and (replica.events is not None or replica.block_size is not None):
+        raise ConfigError(f"replicas: {replica.url} is an engine, which tells its events and block size by itself.")
     if replica.events is None and replica.events_replay is not None:
         raise ConfigError("replicas: events_replay without events: nothing would be missed that could be asked for.")
     for name, endpoint in (("events", replica.events), ("events_replay", replica.events_replay)):
@@ -211,8 +217,11 @@ def _replica_url(given: str, *, dns: bool = False) -> str:
         raise ConfigError("replicas: a URL holds a user name; give the server's key as api_key of [[replicas]].")
     by_name = dns and given.startswith(f"{DNS_PREFIX}http://")  # a certificate is for a name, not for its addresses
     match = _REPLICA_URL.fullmatch(given.removeprefix(DNS_PREFIX) if by_name else given)
-    if match is None or not 0 < int(match["port"] or 80) < 65536:
-        raise ConfigError(f"replicas: {given!r} is no URL of a server: give http://HOST:PORT.")
+    own = given.startswith(TCP_PREFIX)
+    if match is None or not 0 < int(match["port"] or (0 if own else 80)) < 65536 or (own and match["path"] not in "/"):
+        raise ConfigError(
+            f"replicas: {given!r} is no URL of a server: give http://HOST:PORT, or tcp://HOST:PORT for an engine."
+        )
     path = match["path"].rstrip("/").removesuffix("/v1").rstrip("/")
     return (DNS_PREFIX if by_name else "") + match["origin"].lower() + path
 

@@ -34,7 +34,7 @@ class PolicyChange(msgspec.Struct, frozen=True):
 class EvictionControl:
     """A ``ReplicaObserver`` that owns the policy in force; belongs to the event loop.
 
-    An engine that (re)starts with another policy is switched to it as soon as it is ready.
+    An engine of this gateway that (re)starts with another policy is switched to it as soon as it is ready.
     """
 
     def __init__(self, replicas: Mapping[str, Replica], policy: str, *, clock: Callable[[], float] = time.time) -> None:
@@ -77,8 +77,11 @@ class EvictionControl:
     # --- ReplicaObserver ---------------------------------------------------------------------------
 
     def on_ready(self, replica: Replica, info: EngineInfo) -> None:
-        """Bring a replica that comes up with another policy to the one in force."""
-        if info.policy and info.policy != self.policy:
+        """Bring a replica that comes up with another policy to the one in force.
+
+        An engine that somebody else runs keeps its own until the operator has switched here.
+        """
+        if info.policy and info.policy != self.policy and (replica.url is None or self.changes):
             task = asyncio.create_task(self._follow(replica), name=f"{replica.id}-policy")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

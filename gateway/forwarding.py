@@ -118,7 +118,13 @@ class Forwarder:
     @property
     def available(self) -> bool:
         """Whether there are remote replicas at all."""
-        return any(replica.url is not None for replica in self._replicas.values())
+        return any(isinstance(replica, OpenAIReplica) for replica in self._replicas.values())
+
+    @property
+    def only_text(self) -> bool:
+        """Whether nobody serves but remote servers whose tokenizer could not be checked: they get every request."""
+        ready = [replica for replica in self._replicas.values() if replica.state is ReplicaState.READY]
+        return bool(ready) and not any(replica.reads_tokens for replica in ready)
 
     @asynccontextmanager
     async def forward(
@@ -196,7 +202,7 @@ class Forwarder:
         return plan, replica, request.body(candidate.info.model, root, use_cache=use_cache)
 
     def _others(self, tried: set[str]) -> bool:
-        return any(id not in tried and replica.url is not None for id, replica in self._replicas.items())
+        return any(id not in tried and isinstance(replica, OpenAIReplica) for id, replica in self._replicas.items())
 
 
 def _chosen(affinity: bytes, candidates: list[Candidate]) -> Candidate:

@@ -85,8 +85,8 @@ class Gateway:
         self.started_at: Final = time.time()
         self.draining = False
         self.authenticator: Final = Authenticator(config)
-        self.renderer: Final = PromptRenderer(folder)
         self.admission: Final = Admission(config, self.authenticator)
+        self.renderer: Final = PromptRenderer(folder)
         secret = _secret(config)
         self.quality: Final = QualityGate(config.quality, model=model, secret=secret)
         self.statistics: Final = Statistics(
@@ -295,7 +295,7 @@ def configured_gateway(config: Config, folder: Path) -> Gateway:
         command = engine_command(config.engine, folder, model)
         mark = _mark(config)
         replicas += [EngineReplica(f"engine-{index}{mark}", EngineLauncher(command)) for index in range(engines)]
-    remote = RemoteReplicas(folder, model, max_blocks=config.index.max_blocks)
+    remote = RemoteReplicas(folder, model, max_blocks=config.index.max_blocks, engine_secret=config.engine.secret)
     if servers := remote_replicas(config):
         replicas += [remote.connect(server) for server in servers]
     return Gateway(config, model=model, folder=folder, replicas=replicas, connect=remote.connect)

@@ -1,10 +1,10 @@
-"""Our own engine as a replica: a process behind a unix socket, kept alive."""
+"""Our own engine as a replica: a process behind a unix socket, kept alive, or one that others run, also by TCP."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,9 +18,10 @@ from gateway.replicas.connection import EngineConnection
 from gateway.replicas.own_engine import OwnEngineReplica
 from gateway.replicas.supervisor import EngineLauncher, EngineProcess, RestartDelay
 
-__all__ = ["EngineReplica"]
+__all__ = ["EngineReplica", "TcpEndpoint"]
 
 _CONNECT_INTERVAL_S: Final = 0.05
+_CONNECT_TIMEOUT_S: Final = 5.0
 _START_TIMEOUT_S: Final = 600.0  # weights on a slow disk; a process that hangs is ended after it
 _GREETING_TIMEOUT_S: Final = 30.0  # an engine greets as soon as it has computed the step it is at
 _LAST_WORDS_TIMEOUT_S: Final = 0.5
@@ -32,17 +33,45 @@ class _LifeEnded(Exception):
     """Why the engine does not serve (any longer), in words."""
 
 
+class TcpEndpoint:
+    """Where an engine listens on another machine, and the secret that it wants (see ``engine.tcp``)."""
+
+    __slots__ = ("host", "port", "secret")
+
+    def __init__(self, host: str, port: int, secret: bytes) -> None:
+        self.host = host
+        self.port = port
+        self.secret = secret
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
 class EngineReplica(OwnEngineReplica):
     """A ``gateway.replicas.base.Replica`` over ``engine.wire``.
 
-    With a launcher it owns the engine process and starts it again when it ends, after a growing pause; with a path
-    it connects, again and again, to an engine that somebody else runs. Owns the connection beside what
+    With a launcher it owns the engine process and starts it again when it ends, after a growing pause; with a path or
+    an endpoint it connects, again and again, to an engine that somebody else runs. Owns the connection beside what
     ``OwnEngineReplica`` owns; belongs to one event loop.
     """
 
-    def __init__(self, id: str, source: EngineLauncher | Path) -> None:
-        super().__init__(id, restarts=isinstance(source, EngineLauncher))
+    def __init__(
+        self,
+        id: str,
+        source: EngineLauncher | Path | TcpEndpoint,
+        *,
+        url: str | None = None,
+        unfit: Callable[[EngineInfo], str | None] = lambda _: None,
+        left: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``url`` names an engine of somebody else's; ``unfit`` says why this gateway cannot use what one serves.
+
+        ``left`` is called when one that could be used is gone.
+        """
+        super().__init__(id, restarts=isinstance(source, EngineLauncher), url=url)
         self._source = source
+        self._unfit = unfit
+        self._left = left
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._last_call = 0
         self._connection: EngineConnection | None = None
@@ -148,7 +177,7 @@ class EngineReplica(OwnEngineReplica):
 
     async def _live(self) -> None:
         """One life of the engine, or of the connection to it; ends with an exception that says why."""
-        if isinstance(self._source, Path):
+        if not isinstance(self._source, EngineLauncher):
             await self._serve(self._source, None)
             return
         process = self._process = await self._source.launch(self.id)
@@ -158,11 +187,10 @@ class EngineReplica(OwnEngineReplica):
             self._connection = self._process = None
             await process.stop()
 
-    async def _serve(self, socket: Path, process: EngineProcess | None) -> None:
+    async def _serve(self, socket: Path | TcpEndpoint, process: EngineProcess | None) -> None:
         ended = asyncio.create_task(process.wait()) if process is not None else None
         try:
             connection = await self._connect(socket, ended)
-            self._connection = connection
             try:
                 reason = await self._until_closed(connection)
             finally:
@@ -183,16 +211,13 @@ class EngineReplica(OwnEngineReplica):
             return f"what answers there did not introduce itself within {_GREETING_TIMEOUT_S:.0f} s"
         return await connection.closed
 
-    async def _connect(self, socket: Path, ended: asyncio.Task[str] | None) -> EngineConnection:
+    async def _connect(self, socket: Path | TcpEndpoint, ended: asyncio.Task[str] | None) -> EngineConnection:
         """Try until the engine listens; a process that ends before that ends the trying."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _START_TIMEOUT_S
         while True:
             try:
-                _, connection = await loop.create_unix_connection(
-                    lambda: EngineConnection(self._receive), path=str(socket)
-                )
-                return connection
+                return await self._open(socket)
             except OSError as error:
                 if ended is None:
                     raise _LifeEnded(f"no engine answers on {socket} ({error.strerror or error})") from None
@@ -201,6 +226,18 @@ class EngineReplica(OwnEngineReplica):
                 raise _LifeEnded(ended.result())
             if loop.time() > deadline:
                 raise _LifeEnded(f"the engine did not come up within {_START_TIMEOUT_S:.0f} s")
+
+    async def _open(self, socket: Path | TcpEndpoint) -> EngineConnection:
+        """Raises ``OSError`` when nobody listens there."""
+        loop = asyncio.get_running_loop()
+        secret = None if isinstance(socket, Path) else socket.secret
+        connection = self._connection = EngineConnection(self._receive, secret=secret)  # it may be greeted at once
+        if isinstance(socket, Path):
+            await loop.create_unix_connection(lambda: connection, path=str(socket))
+        else:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):  # whose TimeoutError is an OSError
+                await loop.create_connection(lambda: connection, socket.host, socket.port)
+        return connection
 
     # --- what it reports -----------------------------------------------------------------------------------
 
@@ -218,6 +255,10 @@ class EngineReplica(OwnEngineReplica):
     def _ready(self, info: EngineInfo) -> None:
         if self.state is ReplicaState.STOPPED:
             return
+        if (reason := self._unfit(info)) is not None:
+            if self._connection is not None:
+                self._connection.close(reason)
+            return
         self.info = info
         self.load = None
         self._ready_since = time.monotonic()
@@ -232,6 +273,7 @@ class EngineReplica(OwnEngineReplica):
     def _lost(self, reason: str, pause_s: float) -> None:
         was_ready = self.state is ReplicaState.READY
         self._connection = None
+        self._left()
         if self.state is ReplicaState.STOPPED:
             return
         repeated = reason == self.down_reason

@@ -16,8 +16,8 @@ __all__ = ["OwnEngineReplica"]
 class OwnEngineReplica(ReplicaLife, Replica):
     """A replica that speaks ``engine.wire``. Owns the requests in flight beside what ``ReplicaLife`` owns."""
 
-    def __init__(self, id: str, *, restarts: bool) -> None:
-        super().__init__(id, restarts=restarts)
+    def __init__(self, id: str, *, restarts: bool, url: str | None = None) -> None:
+        super().__init__(id, restarts=restarts, url=url)
         self._in_flight = InFlight()
 
     @property

@@ -22,6 +22,7 @@ from gateway.errors import HeadstartError, ReplicaError, ReplicaLost, ReplicaUna
 from gateway.replicas.base import GenerationRequest, Replica, ReplicaState
 from gateway.replicas.engine import EngineReplica
 from gateway.replicas.openai_http import OpenAIReplica
+from gateway.replicas.remote import RemoteReplicas
 from gateway.replicas.scripted import ScriptedReplica, scripted_info
 from gateway.replicas.supervisor import EngineLauncher
 from gateway.replicas.tokenizer_proof import TokenizerProof
@@ -31,6 +32,7 @@ from gateway.service import Gateway
 
 from ..conftest import until
 from .relay import Relay
+from .tcp_engine import SECRET, TcpEngine
 
 WORKER = [sys.executable, str(Path(__file__).with_name("scripted_worker.py"))]
 ROOT = bytes(16)
@@ -100,6 +102,19 @@ async def engine_bench(tokenizer: Tokenizer, folder: Path, stack: AsyncExitStack
     return Bench(replica, kill)
 
 
+async def tcp_bench(tokenizer: Tokenizer, folder: Path, stack: AsyncExitStack) -> Bench:
+    """The same engine as an engine of its own, on another machine as far as the replica can tell."""
+    engine = await stack.enter_async_context(TcpEngine(tokenizer))
+    replica = RemoteReplicas(folder, "scripted", engine_secret=SECRET).connect(ReplicaConfig(engine.url))
+
+    async def kill() -> None:
+        await engine.stop()
+        await until(lambda: replica.state is not ReplicaState.READY)
+        await engine.listen()
+
+    return Bench(replica, kill)
+
+
 async def openai_bench(tokenizer: Tokenizer, folder: Path, stack: AsyncExitStack) -> Bench:
     """Behind it is a gateway of our own, which is an OpenAI-compatible server like others."""
     engine = scripted(tokenizer)
@@ -118,7 +133,7 @@ async def openai_bench(tokenizer: Tokenizer, folder: Path, stack: AsyncExitStack
     return Bench(replica, kill, engine)
 
 
-BENCHES = {"scripted": scripted_bench, "engine": engine_bench, "openai": openai_bench}
+BENCHES = {"scripted": scripted_bench, "engine": engine_bench, "tcp": tcp_bench, "openai": openai_bench}
 
 
 def ask(tokens: list[int], **sampling: Any) -> GenerationRequest:
