@@ -1,8 +1,12 @@
-"""uvicorn's HTTP protocol with the limits it lacks: on the head of a request, in bytes, lines and seconds."""
+"""uvicorn's HTTP protocol with the limits it lacks: on the head of a request, in bytes, lines and seconds.
+
+And with answers to clients that have said all they had to say.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -26,10 +30,22 @@ STALLED_WRITE_TIMEOUT_S: Final = 60.0
 """How long an answer waits for a client that takes not one byte of it."""
 
 
+FIRST_PROBE_S: Final = 0.1
+PROBE_S: Final = 1.0
+"""How soon, and then how often, it is looked whether a client that sends no more is still there."""
+
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """Closes connections whose request heads are too long, too many-lined, or too slow, and those that never read.
 
     The time for a body is limited where bodies are read; between requests uvicorn's keep-alive time-out rules.
+
+    A client that has shut its side after a whole request gets its answer. To the kernel it looks like one that has left
+    until something is sent: while the answer has not begun, that is ``100 Continue``, which every HTTP/1.1 client
+    passes over, and to which a machine whose client has left says so. With HTTP/1.0 there is no such thing to send:
+    there it has left.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,6 +55,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refused = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected; the clock for its first request starts."""
@@ -49,7 +66,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """It is gone."""
         self._stop_timer()
         self._stop_write_timer()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more; whether the connection stays open for an answer."""
+        cycle = self.cycle
+        if self._refused or cycle is None or cycle.more_body or cycle.response_complete:
+            return False
+        if cycle.scope["http_version"] == "1.0":
+            return False
+        cycle.keep_alive = False
+        if self._probe_timer is None:
+            self._probe(FIRST_PROBE_S)
+        return True
 
     def data_received(self, data: bytes) -> None:
         """Count before parsing: the parser keeps every header it has seen."""
@@ -111,6 +142,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
+
+    def _probe(self, next_s: float) -> None:
+        """Leave a client that has left; one that still waits for the beginning of its answer is asked again later."""
+        connection = self.transport.get_extra_info("socket")
+        if connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        elif not self.cycle.response_started:  # what is sent of an answer shows it as well
+            if not self.pipeline:  # else another answer may be on its way
+                self.transport.write(_CONTINUE)
+            self._probe_timer = self.loop.call_later(next_s, self._probe, PROBE_S)
 
     def _expect_progress(self, unread: int) -> None:
         self._write_timer = self.loop.call_later(STALLED_WRITE_TIMEOUT_S, self._check_progress, unread)

@@ -14,6 +14,8 @@ import uvicorn
 from gateway import http_protocol
 from gateway.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS, LimitedHttpProtocol
 
+from .conftest import until
+
 TIMEOUT_S = 60.0
 _GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
 _POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
@@ -230,3 +232,81 @@ def test_r3_a_client_that_takes_an_answer_slowly_is_given_time(monkeypatch: pyte
         protocol.connection_lost(None)
 
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+
+
+class _Slow:
+    """Answers when it is told to; knows whether a client has left before that."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.left = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        self.asked.set()
+        gone, told = asyncio.ensure_future(receive()), asyncio.ensure_future(self.go_on.wait())
+        await asyncio.wait([gone, told], return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            self.left += 1
+            told.cancel()
+            return
+        gone.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"6")]})
+        for half in (b"who", b"le\n"):
+            await send({"type": "http.response.body", "body": half, "more_body": half == b"who"})
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_a_client_that_shuts_its_side_after_its_requests_gets_all_answers(
+    requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr(http_protocol, "PROBE_S", 0.01)
+    application = _Slow()
+
+    async def scenario(connect: Connect) -> None:
+        reader, writer = await connect()
+        writer.write((_POST + b"content-length: 2\r\n\r\nhi") * requests)
+        writer.write_eof()
+        await application.asked.wait()
+        if requests == 1:  # it is asked again and again whether it is still there
+            for _ in range(3):
+                assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        application.go_on.set()
+        heard = (await reader.read()).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+        writer.close()
+        assert heard.count(b"HTTP/1.1 200 OK") == heard.count(b"whole\n") == requests
+        assert heard.endswith(b"whole\n")
+        assert application.left == 0
+
+    _play(scenario, application)
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_a_client_that_has_left_is_noticed_before_its_answer_begins(version: bytes) -> None:
+    application = _Slow()
+
+    async def scenario(connect: Connect) -> None:
+        _, writer = await connect()
+        writer.write(_GET.replace(b"1.1", version) + b"\r\n")
+        await application.asked.wait()
+        writer.close()
+        await until(lambda: application.left == 1)
+
+    _play(scenario, application)
+
+
+def test_who_shuts_its_side_in_the_middle_of_a_request_has_left() -> None:
+    application = _Slow()
+
+    async def scenario(connect: Connect) -> None:
+        reader, writer = await connect()
+        writer.write(_POST + b"content-length: 20\r\n\r\nhi")
+        writer.write_eof()
+        assert await reader.read() == b""
+        writer.close()
+
+    _play(scenario, application)
+    assert not application.go_on.is_set()
