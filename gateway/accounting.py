@@ -113,6 +113,8 @@ class Account:
         prompt, cached, spent = generation.prompt_tokens, generation.cached_tokens or 0, generation.prefill_s
         assert self._cost is not None, "only a planned request was generated"
         saving = self._cost.saved(prompt, cached)
+        if plan.use_cache:
+            statistics.prefixes.observe(plan.tenant, plan.template, plan.keys)
         judged = self._judged(plan, cached)
         if judged is not _NOT_JUDGED:
             keys = plan.keys if plan.use_cache else ()

@@ -22,7 +22,14 @@ from gateway.api.operations import reset_cache
 from gateway.api.pins import create_pin, delete_pin, list_pins
 from gateway.api.quality import show_quality, switch_quality
 from gateway.api.replicas import add_replica, drain_replica, list_replicas, remove_replica, resume_replica
-from gateway.api.statistics import admin_documents, admin_misses, admin_requests, admin_stats, prometheus
+from gateway.api.statistics import (
+    admin_documents,
+    admin_misses,
+    admin_prefixes,
+    admin_requests,
+    admin_stats,
+    prometheus,
+)
 from gateway.api.templates import create_template, delete_template, list_templates, show_template
 from gateway.canonical.learning.proposals import TemplateProposals
 from gateway.dashboard import routes as dashboard
@@ -90,6 +97,7 @@ def create_app(gateway: Gateway) -> Litestar:
             admin_stats,
             admin_misses,
             admin_documents,
+            admin_prefixes,
             admin_requests,
             prometheus,
             list_replicas,

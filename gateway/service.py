@@ -34,6 +34,7 @@ from gateway.pins.control import PinControl
 from gateway.pins.prefix import PrefixReader
 from gateway.pins.share import PinShare
 from gateway.plan import Caller
+from gateway.presence import Presence
 from gateway.prompt import PromptRenderer
 from gateway.quality.gate import QualityGate
 from gateway.quality.report import QualityReport
@@ -45,6 +46,7 @@ from gateway.replicas.remote import RemoteReplicas
 from gateway.replicas.supervisor import EngineLauncher, engine_command, require_engine_packages
 from gateway.request_path import RequestPath
 from gateway.routing.router import Router
+from gateway.stats.board import Board
 from gateway.stats.recorder import TraceRecorder
 from gateway.stats.statistics import Statistics
 from gateway.stats.whatif import WhatIf
@@ -129,6 +131,12 @@ class Gateway:
             grace_s=config.server.drain_grace_s,
         )
         self.replicas: Final[Mapping[str, Replica]] = self.membership.replicas
+        self.presence: Final = Presence(
+            self.replicas, self.router, self.path.templates, secret=secret, lasting=config.secret is not None
+        )
+        self.statistics.also_share(
+            Board("gateways", self.presence.write, self.presence.read, period_s=5 * config.redis.flush_interval_s)
+        )
         self.eviction: Final = EvictionControl(self.replicas, config.engine.policy)
         self.recorder: Final = TraceRecorder(config.trace) if config.trace.folder is not None else None
         self.dispatcher: Final = Dispatcher(

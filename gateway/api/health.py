@@ -65,6 +65,7 @@ def _degraded(gateway: Gateway) -> list[str]:
     store = gateway.statistics.store_status
     if store.state not in ("ok", "starting"):
         problems.append(f"statistics are not shared: {store.where} is {store.state}")
+    problems += gateway.presence.problems
     if gateway.recorder is not None and gateway.recorder.problem is not None:
         problems.append(gateway.recorder.problem)
     if count := gateway.pins.problems:

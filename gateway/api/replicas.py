@@ -15,6 +15,7 @@ from gateway.config import ReplicaConfig
 from gateway.configuration import admitted_replica
 from gateway.errors import ConfigError, ConflictError, InvalidRequestError, ReplicaNotFoundError
 from gateway.membership import Source
+from gateway.presence import SharedReplica
 from gateway.replicas.base import EventHealth, Replica, ReplicaState
 from gateway.routing.breaker import BreakerState
 from gateway.routing.index import IndexTrust
@@ -87,17 +88,22 @@ class ReplicaRow(msgspec.Struct, frozen=True):
 
 
 class ReplicaList(msgspec.Struct, frozen=True):
-    """All replicas. ``discovery`` are the problems of looking for more, in words."""
+    """All replicas. ``discovery`` are the problems of looking for more, in words.
+
+    ``elsewhere`` are the replicas of the other gateways that share this one's Redis, by gateway, some seconds old.
+    """
 
     replicas: list[ReplicaRow]
     discovery: tuple[str, ...]
+    elsewhere: dict[str, list[SharedReplica]]
 
 
 @get("/admin/replicas", sync_to_thread=False)
 def list_replicas(gateway: NamedDependency[Gateway]) -> ReplicaList:
     """Every replica with its state, what it serves, its load and what the router knows of it."""
     rows = [_row(gateway, replica) for replica in gateway.replicas.values()]
-    return ReplicaList(rows, gateway.membership.discovery.problems)
+    elsewhere = {epoch: other.replicas for epoch, other in gateway.presence.others.items()}
+    return ReplicaList(rows, gateway.membership.discovery.problems, elsewhere)
 
 
 @post("/admin/replicas")

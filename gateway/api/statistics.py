@@ -17,6 +17,7 @@ from litestar.params import FromQuery, QueryParameter
 from gateway.errors import InvalidRequestError
 from gateway.service import Gateway
 from gateway.stats.documents import DocumentReport
+from gateway.stats.hot_prefixes import HotPrefix
 from gateway.stats.metrics import CONTENT_TYPE, Exposition
 from gateway.stats.misses import MissReport, miss_report
 from gateway.stats.record import RequestRecord
@@ -24,7 +25,15 @@ from gateway.stats.snapshot import Grouping, Snapshot
 from gateway.stats.statistics import Statistics
 from gateway.stats.timeline import KEEP_MINUTES, LONGEST_WINDOW_MINUTES
 
-__all__ = ["admin_documents", "admin_misses", "admin_requests", "admin_stats", "prometheus", "window_minutes"]
+__all__ = [
+    "admin_documents",
+    "admin_misses",
+    "admin_prefixes",
+    "admin_requests",
+    "admin_stats",
+    "prometheus",
+    "window_minutes",
+]
 
 _WINDOW: Final = re.compile(r"([1-9][0-9]{0,8})([mhd]?)")
 _Window = Annotated[str | None, QueryParameter(pattern=rf"^({_WINDOW.pattern}|all)$")]
@@ -78,6 +87,18 @@ def admin_misses(gateway: NamedDependency[Gateway], window: _Window = None) -> M
 def admin_documents(gateway: NamedDependency[Gateway], window: _Window = None) -> DocumentReport:
     """The documents with the most prompt tokens over all gateways, some 5 s old (default: of thirty days)."""
     return gateway.statistics.documents.report(window_minutes(window), enabled=gateway.attribution is not None)
+
+
+class PrefixReport(msgspec.Struct, frozen=True):
+    """The prefixes that are asked for most over all gateways, some seconds old, by what it takes to compute them."""
+
+    prefixes: list[HotPrefix]
+
+
+@get("/admin/prefixes", sync_to_thread=False)
+def admin_prefixes(statistics: NamedDependency[Statistics]) -> PrefixReport:
+    """The hottest prefixes, by the key of their last block, as ``POST /v1/explain`` lists them."""
+    return PrefixReport(statistics.prefixes.report())
 
 
 class LatestRequests(msgspec.Struct, frozen=True):

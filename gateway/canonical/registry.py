@@ -41,6 +41,11 @@ class TemplateRegistry:
         """A template as it would be registered. Raises ``ConfigError`` when it is malformed."""
         return Template.compile(name, config, normalize=self._normalize, version=version)
 
+    @property
+    def by_name(self) -> Mapping[str, Template]:
+        """All templates as requests can name them, ``NAME@VERSION`` included."""
+        return self._by_name
+
     def publish(self, written: Iterable[Template]) -> None:
         """Register these templates besides the configuration's, in place of all written before.
 

@@ -16,10 +16,12 @@ from engine.wire import CacheEvent, EngineInfo, Load, StepTiming
 from gateway.config import RedisConfig, SavingsConfig
 from gateway.replicas.base import Replica
 from gateway.stats.aggregate import Aggregate
+from gateway.stats.board import Board
 from gateway.stats.cost import PrefillCost
 from gateway.stats.document_store import DocumentShare
 from gateway.stats.documents import Documents
 from gateway.stats.fleet import Fleet
+from gateway.stats.hot_prefixes import HotPrefixes
 from gateway.stats.recent import STEP_S, WINDOW_S, Recent
 from gateway.stats.record import RequestRecord
 from gateway.stats.snapshot import (
@@ -73,6 +75,7 @@ class Statistics:
         self.fleet = Fleet()
         self.documents = Documents(documents, clock=clock)
         self._document_share = DocumentShare(self.documents, _DOCUMENT_FLUSHES * config.flush_interval_s)
+        self.prefixes = HotPrefixes(clock=clock)
         self.replicas: dict[str, Replica] = {}
         self._timelines = {span: (self.aggregate.timelines[span], self.fleet.timelines[span]) for span in SPANS}
         self._price = Price.of(savings or SavingsConfig())
@@ -88,6 +91,8 @@ class Statistics:
             companions=companions,
             clock=clock,
         )
+        period_s = _DOCUMENT_FLUSHES * config.flush_interval_s
+        self.also_share(Board("prefixes", self.prefixes.write, self.prefixes.read, period_s=period_s))
         self._latest: deque[RequestRecord] = deque(maxlen=_LATEST)
         self._task: asyncio.Task[None] | None = None
 

@@ -15,6 +15,8 @@ under the configured prefix (``headstart``):
 ``documents:…``       …       documents by minute, hour and day (``gateway.stats.document_store``)
 ``folded``            zset    epoch that was added to the epoch ``archive`` (``gateway.stats.archive``) -> when
 ``pins``, …           hash    pins (``gateway.pins.share``)
+``prefixes:{epoch}``  string  the prefixes that were asked for most there (``gateway.stats.hot_prefixes``)
+``gateways:{epoch}``  string  its replicas and templates (``gateway.presence``); both as ``gateway.stats.board`` does
 ``{name}:epochs``     zset    for each companion by its name: epoch -> Unix time of its last change
 ``{name}:{epoch}``    hash    what the companion of that epoch has to tell, in absolute values
 ====================  ======  ====================================================================================

@@ -32,6 +32,7 @@ OPERATOR = [
     ("GET", "/admin/stats"),
     ("GET", "/admin/misses"),
     ("GET", "/admin/documents"),
+    ("GET", "/admin/prefixes"),
     ("GET", "/admin/requests"),
     ("GET", "/admin/replicas"),
     ("POST", "/admin/cache/reset"),

@@ -82,10 +82,9 @@ def in_valkey(valkey: Any, index: str = "epochs", rows: str = "totals") -> dict[
 def everything_in_valkey(valkey: Any) -> bytes:
     dump = b""
     with valkey.client() as client:
+        read = {b"hash": client.hgetall, b"zset": lambda key: client.zrange(key, 0, -1), b"string": client.get}
         for key in client.scan_iter():
-            dump += (
-                key + repr(client.hgetall(key) if client.type(key) == b"hash" else client.zrange(key, 0, -1)).encode()
-            )
+            dump += key + repr(read[client.type(key)](key)).encode()
     return dump
 
 
