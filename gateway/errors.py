@@ -16,6 +16,7 @@ __all__ = [
     "InvalidRequestError",
     "MethodNotAllowedError",
     "ModelNotFoundError",
+    "NotSupportedByReplica",
     "OverloadedError",
     "PayloadTooLargeError",
     "PermissionDeniedError",
@@ -192,6 +193,10 @@ class ReplicaError(HeadstartError):
 
     status = 502
     code = "replica_error"
+
+
+class NotSupportedByReplica(ReplicaError):
+    """A server of another kind knows no such control call."""
 
 
 class ReplicaRefusal(HeadstartError):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any, Final
+
 import msgspec
-from litestar import Response, get
+from litestar import Request, Response, get
+from litestar.datastructures import State
 from litestar.di import NamedDependency
 
 import gateway as package
+from gateway.api.access import is_operator
 from gateway.replicas.base import ReplicaState
 from gateway.routing.breaker import BreakerState
 from gateway.service import Gateway
 
 __all__ = ["health", "ready", "version"]
+
+_ADDRESS: Final = re.compile(r"\b[a-z0-9+.-]+://[^\s,;)'\"]*[^\s,;)'\":.]", re.IGNORECASE)
+"""A URL in the words of a reason, without the punctuation behind it."""
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -41,11 +49,17 @@ def health() -> Health:
 
 
 @get("/ready", sync_to_thread=False)
-def ready(gateway: NamedDependency[Gateway]) -> Response[Readiness]:
-    """200 while at least one replica serves and the gateway is not shutting down, else 503."""
+def ready(request: Request[Any, Any, State], gateway: NamedDependency[Gateway]) -> Response[Readiness]:
+    """200 while at least one replica serves and the gateway is not shutting down, else 503.
+
+    Addresses of servers are for the operator: others are told names.
+    """
     is_ready = gateway.ready_replicas > 0 and not gateway.draining
     states = {id: str(replica.state) for id, replica in gateway.replicas.items()}
-    return Response(Readiness(is_ready, states, _degraded(gateway)), status_code=200 if is_ready else 503)
+    problems = [*_degraded(gateway)]
+    if not is_operator(request):
+        problems = [_ADDRESS.sub("the server", words) for words in problems]
+    return Response(Readiness(is_ready, states, problems), status_code=200 if is_ready else 503)
 
 
 @get("/version", sync_to_thread=False)

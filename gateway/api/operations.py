@@ -9,23 +9,32 @@ import msgspec
 from litestar import Response, post
 from litestar.di import NamedDependency
 
-from gateway.errors import HeadstartError, ReplicaUnavailable
+from gateway.errors import HeadstartError, NotSupportedByReplica, ReplicaUnavailable
 from gateway.replicas.base import Replica, ReplicaState
 from gateway.service import Gateway
 
 __all__ = ["reset_cache"]
 
 
-class ResetResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Blocks that one replica dropped, and those it keeps until the requests that use them have ended."""
+Status = Literal["done", "deferred", "not_supported", "failed"]
 
+
+class ResetResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of one replica's cache.
+
+    ``done``: nothing is cached there; ``dropped`` blocks were. ``deferred``: ``kept`` blocks follow when the requests
+    that use them have ended. ``not_supported``: a server of another kind, which cannot be asked for it by OpenAI's API.
+    ``failed``: why is ``error``.
+    """
+
+    status: Status
     dropped: int = 0
     kept: int = 0
     error: str | None = None
 
 
 class ResetReport(msgspec.Struct, frozen=True):
-    """``done``: nothing is cached. ``deferred``: blocks in use follow later. ``incomplete``: not all replicas answered.
+    """``done``: nothing is cached. ``deferred``: blocks in use follow later. ``incomplete``: some keep what they have.
 
     Replicas that do not serve have no cache and are left out.
     """
@@ -34,28 +43,33 @@ class ResetReport(msgspec.Struct, frozen=True):
     replicas: dict[str, ResetResult]
 
 
+class _Dropped(msgspec.Struct, frozen=True):
+    """What an engine of ours answers."""
+
+    dropped: int = 0
+    kept: int = 0
+
+
 @post("/admin/cache/reset")
 async def reset_cache(gateway: NamedDependency[Gateway]) -> Response[ResetReport]:
-    """Empty the prefix cache of every replica that serves: 200 done, 202 deferred, 502 incomplete."""
+    """Empty the prefix cache of every replica that can: 200, 202 while blocks are in use, 502 where one has failed."""
     ready = [replica for replica in gateway.replicas.values() if replica.state is ReplicaState.READY]
     if not ready:
         raise ReplicaUnavailable("No replica is ready; there is no cache to reset.")
-    results = dict(
-        zip(
-            [replica.id for replica in ready],
-            await asyncio.gather(*[_reset(replica) for replica in ready]),
-            strict=True,
-        )
-    )
-    if any(result.error is not None for result in results.values()):
-        return Response(ResetReport("incomplete", results), status_code=502)
-    if any(result.kept for result in results.values()):
-        return Response(ResetReport("deferred", results), status_code=202)
-    return Response(ResetReport("done", results), status_code=200)
+    told = await asyncio.gather(*[_reset(replica) for replica in ready])
+    results = {replica.id: result for replica, result in zip(ready, told, strict=True)}
+    states = {result.status for result in told}
+    status = 502 if "failed" in states else 202 if "deferred" in states else 200
+    if states & {"failed", "not_supported"}:
+        return Response(ResetReport("incomplete", results), status_code=status)
+    return Response(ResetReport("deferred" if "deferred" in states else "done", results), status_code=status)
 
 
 async def _reset(replica: Replica) -> ResetResult:
     try:
-        return msgspec.convert(await replica.call("reset_cache"), ResetResult)
+        answer = msgspec.convert(await replica.call("reset_cache"), _Dropped)
+    except NotSupportedByReplica as error:
+        return ResetResult("not_supported", error=error.message)
     except HeadstartError as error:
-        return ResetResult(error=error.message)
+        return ResetResult("failed", error=error.message)
+    return ResetResult("deferred" if answer.kept else "done", answer.dropped, answer.kept)

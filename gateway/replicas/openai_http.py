@@ -15,7 +15,7 @@ import structlog
 
 from engine.wire import CacheEvent, EngineInfo, Load, Output
 from gateway.config import IndexConfig, ReplicaConfig
-from gateway.errors import ReplicaError, ReplicaLost
+from gateway.errors import NotSupportedByReplica, ReplicaLost
 from gateway.replicas.base import EventHealth, GenerationRequest, ReplicaState
 from gateway.replicas.kv_feed import KvFeed
 from gateway.replicas.life import ReplicaLife
@@ -240,6 +240,8 @@ class OpenAIReplica(ReplicaLife):
         flight, boot_id = Flight(self._config.idle_timeout_s), self.info.boot_id
         answer, events = AnswerReader(request), EventStreamParser()
         self._take_off(flight)
+        if not self.reads_tokens:
+            raise NotSupportedByReplica(f"{self.id} gets no token ids: its tokenizer could not be checked.")
         try:
             await self._open(flight, self._server, body)
             while not answer.done and (data := await flight.read()):
@@ -302,10 +304,10 @@ class OpenAIReplica(ReplicaLife):
     async def call(
         self, method: str, params: Mapping[str, Any] | None = None, *, timeout: float = 30.0
     ) -> dict[str, Any]:
-        """Raises ``ReplicaError``: OpenAI's API has no control calls."""
+        """Raises ``NotSupportedByReplica``: OpenAI's API has no control calls."""
         if self.state is not ReplicaState.READY:
             raise self._not_ready()
-        raise ReplicaError(f"{self.id} is a remote server, which knows no {method!r}: ask it there.")
+        raise NotSupportedByReplica(f"{self.id} is a remote server, which knows no {method!r}: ask it there.")
 
     def resync(self) -> None:
         """Have observers told again of all the blocks it holds, where it tells of them at all."""
