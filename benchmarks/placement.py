@@ -71,6 +71,7 @@ class _Replica:
         self.url: str | None = None
         self.restarts = True
         self.tells_events = True
+        self.reads_tokens = True
         self.cache_blocks = blocks
         self.state = ReplicaState.READY
         self.load: Load | None = None

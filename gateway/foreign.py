@@ -73,11 +73,15 @@ class ForeignRequest(msgspec.Struct, frozen=True):
         return msgspec.json.encode(kept | {name: Raw(value) for name, value in owned.items()})
 
 
-def foreign_request(route: Route, data: bytes) -> ForeignRequest | None:
-    """``data`` as a request to be passed on; None for one that the gateway reads itself, or finds fault with."""
+def foreign_request(route: Route, data: bytes, *, only_text: bool = False) -> ForeignRequest | None:
+    """``data`` as a request to be passed on; None for one that the gateway reads itself, or finds fault with.
+
+    ``only_text``: the servers there are get no token ids, so that every request is passed on.
+    """
     try:
         fields = _fields_decoder.decode(data)
-        reasons = [name for name in fields if name not in _KNOWN[route]]
+        reasons = ["unchecked tokenizer"] if only_text else []
+        reasons += [name for name in fields if name not in _KNOWN[route]]
         if route == "/v1/completions":
             reasons += [name for name in ("suffix",) if _given(fields, name)]
             return _foreign(route, fields, reasons, bytes(fields.get("prompt", b"")))

@@ -12,11 +12,11 @@ import msgspec
 import structlog
 
 from gateway.canonical.templates import UNREGISTERED
-from gateway.errors import HeadstartError, ReplicaLost, RequestTimeoutError
+from gateway.errors import HeadstartError, InvalidRequestError, ReplicaLost, RequestTimeoutError
 from gateway.foreign import ForeignRequest, Owned
 from gateway.generation import Dispatcher
 from gateway.plan import Caller, Plan
-from gateway.replicas.base import Replica
+from gateway.replicas.base import Replica, ReplicaState
 from gateway.replicas.openai_http import ForwardedAnswer, OpenAIReplica
 from gateway.request_path import RequestPath
 from gateway.routing.affinity import owner
@@ -181,8 +181,14 @@ class Forwarder:
         self, request: ForeignRequest, owned: Owned, caller: Caller, tried: set[str]
     ) -> tuple[Plan, OpenAIReplica, bytes]:
         self._path.check_model(owned.model)
+        if owned.headstart is not None and owned.headstart.template is not None:
+            raise InvalidRequestError(
+                "headstart.template cannot be written into a request that is passed on as it is "
+                f"({', '.join(request.reasons)[:200]}); send its text.",
+                param="headstart.template",
+            )
         local = {id for id, replica in self._replicas.items() if not isinstance(replica, OpenAIReplica)}
-        candidate = _chosen(request.affinity, self._router.candidates(local | tried))
+        candidate = _chosen(request.affinity, self._router.candidates(local | tried, as_text=True))
         replica = self._replicas[candidate.replica_id]
         assert isinstance(replica, OpenAIReplica), "others were left out"
         use_cache = owned.headstart is None or not owned.headstart.bypass

@@ -127,7 +127,8 @@ async def _serve(
     with suppress(ClientGone), gateway.tracing.request("request", peer.headers):
         with stage("parse"):
             data = await exchange.body(gateway.config.limits.max_body_bytes)
-            foreign = foreign_request(route, data) if gateway.forwarder.available else None
+            forwarder = gateway.forwarder
+            foreign = foreign_request(route, data, only_text=forwarder.only_text) if forwarder.available else None
             job = read(gateway, data, caller) if foreign is None else None
         if foreign is not None:
             async with exchange.watch():

@@ -23,6 +23,7 @@ class ReplicaLife:
         self.load: Load | None = None
         self.down_reason: str | None = None
         self.degraded: tuple[str, ...] = ()
+        self.reads_tokens = True
         self._observers: list[ReplicaObserver] = []
         self._changed = asyncio.Event()  # set at each change of state; replaced by whoever waits
 

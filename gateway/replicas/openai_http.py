@@ -41,7 +41,10 @@ _NOT_THE_CALLERS: Final = frozenset({401, 403, 404, 405, 407, 408})
 _LAST_EVENT: Final = b"data: [DONE]"
 _STREAM_END: Final = _LAST_EVENT + b"\r\n\r\n"
 
-_UNCHECKED: Final = "it offers no /tokenize, so that its tokenizer could not be checked"
+_UNCHECKED: Final = (
+    "it offers no /tokenize, so that its tokenizer could not be checked: requests are passed on to it as they are, "
+    "where their text belongs, and it gets no token ids"
+)
 _UNTOLD: Final = (
     "it does not tell how many prompt tokens it had cached "
     "(vLLM: --enable-prompt-tokens-details, SGLang: --enable-cache-report)"
@@ -201,6 +204,7 @@ class OpenAIReplica(ReplicaLife):
             max_batch_tokens=served.max_model_len,
         )
         self.degraded = () if served.proved else (_UNCHECKED,)
+        self.reads_tokens = served.proved
         self._count_load()
         self._set_state(ReplicaState.READY, None)
         self._log.info(
@@ -236,12 +240,12 @@ class OpenAIReplica(ReplicaLife):
         """
         if self._server is None or self._served is None or self.info is None or self.state is not ReplicaState.READY:
             raise self._not_ready()
+        if not self.reads_tokens:
+            raise NotSupportedByReplica(f"{self.id} gets no token ids: its tokenizer could not be checked.")
         body = completion_body(self._served.card.id, request)
         flight, boot_id = Flight(self._config.idle_timeout_s), self.info.boot_id
         answer, events = AnswerReader(request), EventStreamParser()
         self._take_off(flight)
-        if not self.reads_tokens:
-            raise NotSupportedByReplica(f"{self.id} gets no token ids: its tokenizer could not be checked.")
         try:
             await self._open(flight, self._server, body)
             while not answer.done and (data := await flight.read()):

@@ -160,13 +160,19 @@ class Router:
 
     # --- routing -----------------------------------------------------------------------------------
 
-    def candidates(self, avoid: Set[str] = _NOBODY) -> list[Candidate]:
+    def candidates(self, avoid: Set[str] = _NOBODY, *, as_text: bool = False) -> list[Candidate]:
         """The ready replicas that have room in their share of the load, without those to ``avoid``.
+
+        ``as_text``: for a request that is passed on as it is. Token ids go only where they mean the same.
 
         Raises:
             ReplicaUnavailable: none is ready; the message says what each is doing.
         """
-        ready = [state for id, state in self._states.items() if id not in avoid and _takes_more(state)]
+        ready = [
+            state
+            for id, state in self._states.items()
+            if id not in avoid and _takes_more(state) and (as_text or state.replica.reads_tokens)
+        ]
         if not ready:
             raise ReplicaUnavailable(self._why_none(avoid), retry_after=self._retry_after())
         total = sum(state.log.in_flight for state in ready)
@@ -287,6 +293,8 @@ def _why_not(state: _ReplicaState, avoided: bool) -> str:
     if replica.state is not ReplicaState.READY:
         # That of a remote server has its address, which is the operator's to know (/admin/replicas), not the callers'.
         return (replica.down_reason if replica.url is None else None) or str(replica.state)
+    if not replica.reads_tokens:
+        return "its tokenizer could not be checked"
     if state.draining:
         return "drained by the operator"
     if not state.breaker.admits:

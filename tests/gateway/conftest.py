@@ -164,6 +164,7 @@ class QuietReplica:
         self.load: Load | None = None
         self.down_reason: str | None = None
         self.tells_events = True
+        self.reads_tokens = True
         self.cache_blocks = info.num_blocks
         self.resyncs = 0
 

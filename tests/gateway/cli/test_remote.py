@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from gateway.cli.main import run
 
@@ -20,7 +21,7 @@ from .test_processes import TIMEOUT_S, chat, logged, status, until
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """The smallest server that can answer: no ``/health``, no ``/tokenize``, one answer."""
+    """The smallest server that can answer: no ``/health``, one answer; ``/tokenize`` where it has a folder."""
 
     protocol_version = "HTTP/1.1"
     root: str
@@ -32,10 +33,18 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        choice = {"index": 0, "text": "hello", "finish_reason": "stop"}
-        events = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
-        self._answer(200 if self.path == "/v1/completions" else 404, events.encode(), "text/event-stream")
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/tokenize" and self.root.startswith("/"):
+            tokenizer = Tokenizer.from_file(f"{self.root}/tokenizer.json")
+            tokens = tokenizer.encode(body["prompt"], add_special_tokens=False).ids
+            self._answer(200, json.dumps({"tokens": tokens}).encode(), "application/json")
+        elif self.path == "/v1/chat/completions":
+            choice = {"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}
+            self._answer(200, json.dumps({"model": body["model"], "choices": [choice]}).encode(), "application/json")
+        else:
+            choice = {"index": 0, "text": "hello", "finish_reason": "stop"}
+            events = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+            self._answer(200 if self.path == "/v1/completions" else 404, events.encode(), "text/event-stream")
 
     def _answer(self, code: int, body: bytes, kind: str) -> None:
         self.send_response(code)
@@ -90,7 +99,7 @@ def test_an_unreachable_replica_leaves_the_gateway_up_and_without_torch(headstar
             assert any("/tokenize" in words for words in ready(base)[1]["degraded"])
             answer = chat(f"{base}/v1", model=folder.name)
             assert answer["choices"][0]["message"]["content"] == "hello"
-            assert answer["model"] == folder.name
+            assert answer["model"] == "theirs"  # it was passed on as it was
             process.send_signal(signal.SIGTERM)
             _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0

@@ -76,6 +76,7 @@ class StubReplica:
         self.restarts = True
         self.down_reason: str | None = None
         self.degraded: tuple[str, ...] = ()
+        self.reads_tokens = True
         self.tells_events = True
         self.cache_blocks = 0
         self.event_health = None

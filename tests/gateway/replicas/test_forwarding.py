@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from gateway.config import ApiKey, Config, LimitsConfig
+from gateway.config import AdminConfig, ApiKey, Config, LimitsConfig
 from gateway.foreign import ForeignRequest, foreign_request
 
 from ..conftest import until
 from .openai_mock import CONFIG, DONE, MODEL, MockServer, Remote, Talk, play
 
 CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"z": 1, "a": [1.0, 2e3]}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a"}}
@@ -357,5 +359,73 @@ def test_another_model_and_a_missing_one_are_refused_here(folder: Path) -> None:
         assert (await post(remote, b'{"messages": [], "priority": 1}'))[0] == 400
         assert server.chats == []
         assert remote.gateway.dispatcher.refused["model_not_found"] == 1
+
+    run(folder, scenario)
+
+
+def test_a_server_whose_tokenizer_cannot_be_checked_gets_every_request_as_it_is(folder: Path) -> None:
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        server.tokenizer = None
+        await server.kill()
+        await server.start()
+        await until(lambda: remote.gateway.ready_replicas == 1 and remote.gateway.forwarder.only_text)
+        status, headers, body = await post(remote, chat(documents=[{"id": "d", "text": "t"}]))
+        assert (status, body) == (200, ANSWER)
+        assert headers["x-headstart-note"] == "passed on as it is: unchecked tokenizer"
+        told = json.loads(server.chats[-1][1])
+        assert (told["messages"], told["documents"]) == ([USER], [{"id": "d", "text": "t"}])
+        status, _, body = await post(remote, json.dumps({"model": MODEL, "prompt": "as text"}).encode(), COMPLETIONS)
+        assert status == 200
+        assert server.talks[-1].body["prompt"] == "as text"
+        named = await post(remote, chat(headstart={"template": "support", "fields": {}}))
+        assert (named[0], json.loads(named[2])["error"]["param"]) == (400, "headstart.template")
+        broken = await post(remote, b'{"model": 1')
+        assert broken[0] == 400
+        async with remote.http.get(f"{remote.url}/ready") as response:
+            assert any("gets no token ids" in words for words in (await response.json())["degraded"])
+
+    run(folder, scenario)
+
+
+def test_token_ids_go_to_the_servers_that_read_them_as_we_do_and_the_others_get_the_rest(folder: Path) -> None:
+    async def scenario(remote: Remote, proved: Relayed, other: Relayed) -> None:
+        other.tokenizer = None
+        await other.kill()
+        await other.start()
+        replica = remote.gateway.replicas["replica-1"]
+        await until(lambda: remote.gateway.ready_replicas == 2 and not replica.reads_tokens)
+        for number in range(8):
+            status, headers, _ = await post(remote, chat(messages=[{"role": "user", "content": f"question {number}"}]))
+            assert (status, headers["x-headstart-replica"]) == (200, "replica-0")
+        tools = [await post(remote, chat(tools=[TOOL], prompt_cache_key=f"k{number}")) for number in range(16)]
+        assert {headers["x-headstart-replica"] for _, headers, _ in tools} == {"replica-0", "replica-1"}
+
+    run(folder, scenario, servers=2)
+
+
+def test_only_the_operator_is_told_addresses(folder: Path) -> None:
+    key = hashlib.sha256(b"sk-admin").hexdigest()
+    config = msgspec.structs.replace(CONFIG, admin=AdminConfig(key_sha256=key))
+
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        await server.kill()
+        await until(lambda: remote.gateway.ready_replicas == 0)
+        for headers, told in (({}, False), ({"authorization": "Bearer sk-admin"}, True)):
+            async with remote.http.get(f"{remote.url}/ready", headers=headers) as response:
+                body = await response.text()
+            assert (server.url in body) is told
+            assert "replica-0 is down: " in body
+            assert ("127.0.0.1" in body) is told
+
+    run(folder, scenario, config=config)
+
+
+def test_emptying_the_cache_says_of_each_replica_what_became_of_it(folder: Path) -> None:
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        async with remote.http.post(f"{remote.url}/admin/cache/reset") as response:
+            report = await response.json()
+        assert (response.status, report["status"]) == (200, "incomplete")
+        assert report["replicas"]["replica-0"]["status"] == "not_supported"
+        assert "ask it there" in report["replicas"]["replica-0"]["error"]
 
     run(folder, scenario)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from engine.wire import Output, Sampling
 from gateway.config import ReplicaConfig
-from gateway.errors import InvalidRequestError, ReplicaLost, ReplicaRefusal, ReplicaUnavailable
+from gateway.errors import InvalidRequestError, NotSupportedByReplica, ReplicaLost, ReplicaRefusal, ReplicaUnavailable
 from gateway.replicas import openai_http, openai_server
 from gateway.replicas.base import GenerationRequest, ReplicaState
 from gateway.replicas.openai_http import OpenAIReplica
@@ -108,13 +108,15 @@ def test_another_tokenizer_is_refused_by_name(folder: Path, model_folder: Callab
     play(folder, scenario, prepare=prepare, wait=False)
 
 
-def test_a_tokenizer_that_cannot_be_checked_is_said_to_be_so(folder: Path) -> None:
+def test_a_server_whose_tokenizer_cannot_be_checked_gets_no_token_ids(folder: Path) -> None:
     def prepare(server: MockServer) -> None:
         server.tokenizer = None
 
-    async def scenario(replica: OpenAIReplica, _server: MockServer) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
         assert any("/tokenize" in words for words in replica.degraded)
-        assert len(await answer(replica)) == 2
+        with pytest.raises(NotSupportedByReplica, match="no token ids"):
+            await answer(replica)
+        assert server.talks == []
 
     play(folder, scenario, prepare=prepare)
 

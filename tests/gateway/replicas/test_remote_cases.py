@@ -279,6 +279,24 @@ def test_counts_that_come_at_the_end_reach_usage_statistics_and_headers(folder: 
     play(folder, scenario)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_alone_counts_no_token_that_nobody_asked_for(folder: Path, stream: bool) -> None:
+    async def scenario(remote: Remote, server: MockServer) -> None:
+        server.behave = saying(b"".join([event("a"), event(finish="length"), usage(1, cached=1), DONE]))
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        status, _, body = await remote.complete(prompt="said", echo=True, max_tokens=0, **options)
+        assert status == 200
+        events = [each for each in events_of(body) if each != "[DONE]"] if stream else [json.loads(body)]
+        assert "".join(text_of(choice) for each in events for choice in each["choices"]) == "said"
+        counts = events[-1]["usage"]
+        assert (counts["completion_tokens"], counts["prompt_tokens_details"]) == (0, {"cached_tokens": 1})
+        assert counts["total_tokens"] == counts["prompt_tokens"]
+        totals = remote.gateway.statistics.snapshot().totals
+        assert (totals.completion_tokens, totals.cached_prompt_tokens, totals.requests) == (0, 1, 1)
+
+    play(folder, scenario)
+
+
 def test_cached_tokens_that_are_never_told_are_null_and_not_zero(folder: Path) -> None:
     async def scenario(remote: Remote, server: MockServer) -> None:
         server.behave = saying(b"".join([event("a"), event(finish="stop"), usage(1, cached=None), DONE]))
