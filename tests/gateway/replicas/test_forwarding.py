@@ -367,6 +367,7 @@ def test_a_server_whose_tokenizer_cannot_be_checked_gets_every_request_as_it_is(
     async def scenario(remote: Remote, server: Relayed) -> None:
         server.tokenizer = None
         await server.kill()
+        await until(lambda: remote.gateway.ready_replicas == 0)
         await server.start()
         await until(lambda: remote.gateway.ready_replicas == 1 and remote.gateway.forwarder.only_text)
         status, headers, body = await post(remote, chat(documents=[{"id": "d", "text": "t"}]))
@@ -391,6 +392,7 @@ def test_token_ids_go_to_the_servers_that_read_them_as_we_do_and_the_others_get_
     async def scenario(remote: Remote, proved: Relayed, other: Relayed) -> None:
         other.tokenizer = None
         await other.kill()
+        await until(lambda: remote.gateway.ready_replicas == 1)
         await other.start()
         replica = remote.gateway.replicas["replica-1"]
         await until(lambda: remote.gateway.ready_replicas == 2 and not replica.reads_tokens)

@@ -31,6 +31,8 @@ BOUNDED = {
     "DistinctKeys._kept",
     "DocumentSums",
     "DocumentSums.missed",
+    "HotPrefixes._rows",
+    "LeafQueue._heap",
     "RequestRecord",
     "RequestRecord.missed",
     "Spread._ratios",
