@@ -84,10 +84,10 @@ def test_refused_calls_do_not_lengthen_the_wait() -> None:
 
 
 def test_o7_what_is_counted_stays_bounded_under_a_flood_of_addresses() -> None:
-    admission = _admission(proxies=("10.0.0.0/8",))
+    limit = RateLimit(3, clock=Time())
     for number in range(100_000):
-        admission.tenant(_peer("10.0.0.1", f"203.{number >> 16}.{number >> 8 & 255}.{number & 255}"))
-    assert admission.counted_addresses == MAX_ADDRESSES
+        limit.count(f"203.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+    assert len(limit) == MAX_ADDRESSES
 
 
 def test_what_is_over_is_forgotten() -> None:

@@ -397,7 +397,8 @@ def test_token_ids_go_to_the_servers_that_read_them_as_we_do_and_the_others_get_
         replica = remote.gateway.replicas["replica-1"]
         await until(lambda: remote.gateway.ready_replicas == 2 and not replica.reads_tokens)
         for number in range(8):
-            status, headers, _ = await post(remote, chat(messages=[{"role": "user", "content": f"question {number}"}]))
+            asked = json.dumps({"model": MODEL, "prompt": f"{number} is a question of its own"}).encode()
+            status, headers, _ = await post(remote, asked, COMPLETIONS)
             assert (status, headers["x-headstart-replica"]) == (200, "replica-0")
         tools = [await post(remote, chat(tools=[TOOL], prompt_cache_key=f"k{number}")) for number in range(16)]
         assert {headers["x-headstart-replica"] for _, headers, _ in tools} == {"replica-0", "replica-1"}
