@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer
 
 from cache_policy.keys import chain_keys
 from engine.wire import CacheEvent, EngineInfo, Load, Sampling, StepTiming
@@ -19,6 +20,7 @@ from gateway.pins.prefix import Chain
 from gateway.pins.upkeep import ReplicaPins, Target
 from gateway.replicas.base import GenerationRequest, Replica, ReplicaState
 from gateway.replicas.engine import EngineReplica
+from gateway.replicas.scripted import ScriptedReplica, scripted_info
 from gateway.replicas.supervisor import EngineLauncher
 from gateway.routing.router import Router
 from gateway.stats.cost import PrefillCost
