@@ -163,13 +163,15 @@ async def _median(http: aiohttp.ClientSession, url: str, count: int, *, stream: 
     return statistics.median([first if stream else whole for first, whole, _ in taken])
 
 
-async def _overhead(peer: Peer, requests: int) -> Overhead:
+async def _overhead(peer: Peer, model: Path, requests: int) -> Overhead:
     requests = max(1, requests // peer.share)
     interval = ("--interval", str(_INTERVAL_S))
     timeout = aiohttp.ClientTimeout(total=60)
     async with AsyncExitStack() as stack:
-        paced = await stack.enter_async_context(_mocks(1, *interval))
-        quick = await stack.enter_async_context(_mocks(1))
+        # Headstart sends token ids only to servers that were shown to read them as it does.
+        proved = ("--tokenizer", str(model))
+        paced = await stack.enter_async_context(_mocks(1, *interval, *proved))
+        quick = await stack.enter_async_context(_mocks(1, *proved))
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         cpu = []
         failed = 0
@@ -294,7 +296,7 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
         for _ in range(options.rounds):
             for peer in _chosen(overhead_peers(model, options.peers), options.name):
                 console.print(f"overhead: {peer.name}")
-                overheads.setdefault(peer.name, []).append(await _overhead(peer, options.requests))
+                overheads.setdefault(peer.name, []).append(await _overhead(peer, model, options.requests))
         results["overhead"] = overheads
     if options.only != "overhead":
         placements: dict[str, list[PlacementResult]] = {}

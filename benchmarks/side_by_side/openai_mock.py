@@ -70,8 +70,10 @@ _PUBLISHES: Final = web.AppKey("publishes", tuple[_Engine, str, str])
 class _Server:
     """The routes; ``in_flight`` is told at ``/load``."""
 
-    def __init__(self, engine: _Engine | None, interval_s: float) -> None:
+    def __init__(self, engine: _Engine | None, interval_s: float, renderer: PromptRenderer | None) -> None:
+        """``renderer`` is what ``/tokenize`` reads text with; without one there is no such route."""
         self._engine = engine
+        self._renderer = renderer
         self._interval_s = interval_s
         self._in_flight = 0
 
@@ -83,6 +85,7 @@ class _Server:
         app.router.add_get("/v1/models", self._models)
         if self._engine is not None:
             app.router.add_get("/metrics", self._metrics)
+        if self._renderer is not None:
             app.router.add_post("/tokenize", self._tokenize)
         for path in ("/get_model_info", "/model_info", "/get_server_info", "/server_info"):
             app.router.add_get(path, self._info)
@@ -108,8 +111,9 @@ class _Server:
         return web.Response(text=f"vllm:cache_config_info{{{labels}}} 1.0\n")
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        assert self._engine is not None, "the route is there for an engine only"
-        tokens = self._engine.tokens(msgspec.json.decode(await request.read()))
+        assert self._renderer is not None, "the route is there with one only"
+        body = msgspec.json.decode(await request.read())
+        tokens = self._renderer.encode(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))
         return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": _CONTEXT})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -194,16 +198,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", type=Path, help="take the time of an engine with this folder's tokenizer")
+    parser.add_argument("--tokenizer", type=Path, help="show at /tokenize that text is read as by this folder's one")
     parser.add_argument("--blocks", type=int, default=1024, help="of its cache")
     parser.add_argument("--speed", type=float, default=1.0, help="of prefill, times the usual one")
     parser.add_argument("--interval", type=float, default=0.0, help="seconds from one token to the next")
     parser.add_argument("--events", help="ZeroMQ address at which cache events are published (with --model)")
     parser.add_argument("--events-replay", help="the one at which they are repeated")
     arguments = parser.parse_args()
+    read_as = arguments.model or arguments.tokenizer
+    renderer = None if read_as is None else PromptRenderer(read_as)
     engine = None
-    if arguments.model is not None:
-        engine = _Engine(PromptRenderer(arguments.model), arguments.blocks, arguments.speed)
-    app = _Server(engine, arguments.interval).app()
+    if arguments.model is not None and renderer is not None:
+        engine = _Engine(renderer, arguments.blocks, arguments.speed)
+    app = _Server(engine, arguments.interval, renderer).app()
     if engine is not None and arguments.events:
         app[_PUBLISHES] = engine, arguments.events, arguments.events_replay
         app.cleanup_ctx.append(_publishing)
