@@ -41,6 +41,10 @@ async def _used(replica: Replica, use: Callable[[], Awaitable[None]]) -> None:
         await replica.stop(0)
 
 
+async def _text(replica: Replica) -> str:
+    return "".join([output.text async for output in replica.generate(PROMPT)])
+
+
 def _remotes(folder: Path, secret: str | None = SECRET) -> RemoteReplicas:
     return RemoteReplicas(folder, "scripted", engine_secret=secret)
 
@@ -53,7 +57,7 @@ def test_a_gateway_with_the_secret_is_served_also_after_the_engine_was_away(toke
             async def use() -> None:
                 await replica.wait_ready(TIMEOUT_S)
                 assert replica.url == engine.url
-                first = [output.text async for output in replica.generate(PROMPT)]
+                first = await _text(replica)
                 await engine.stop()
                 await until(lambda: replica.state is not ReplicaState.READY)
                 with pytest.raises(ReplicaUnavailable) as refused:
@@ -61,7 +65,7 @@ def test_a_gateway_with_the_secret_is_served_also_after_the_engine_was_away(toke
                 assert str(engine.port) not in str(refused.value)  # callers are told no address
                 await engine.listen()
                 await replica.wait_ready(TIMEOUT_S)
-                assert [output.text async for output in replica.generate(PROMPT)] == first
+                assert await _text(replica) == first
 
             await _used(replica, use)
 

@@ -21,7 +21,7 @@ from gateway.replicas.scripted import ScriptedReplica, scripted_info
 from gateway.server import serving
 from gateway.service import Gateway
 
-REQUESTS = int(os.environ.get("HEADSTART_SOAK_REQUESTS", "400"))
+REQUESTS = int(os.environ.get("HEADSTART_SOAK_REQUESTS", "240"))
 """20,000 is the long form. A quarter of them warms up: what is bounded fills, what is made once is made."""
 
 CONCURRENCY = 10
