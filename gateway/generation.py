@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Set
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Set
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Final
 
@@ -30,7 +30,7 @@ from gateway.tracing import describe, stage
 
 __all__ = ["Answer", "Dispatcher", "Generation", "Planner", "SamplingChoice", "Terms"]
 
-Planner = Callable[[Set[str]], Plan]
+Planner = Callable[[Set[str]], Plan | Awaitable[Plan]]
 """Walks the request path, to a replica not among those given. Called again when one failed before its first output."""
 
 SamplingChoice = Callable[[Plan, EngineInfo], Sampling]
@@ -314,9 +314,11 @@ class Dispatcher:
         avoid: Set[str],
     ) -> Generation:
         with stage("plan"):
-            plan = planner(avoid)
-        replica = self._replicas[plan.replica_id]
-        assert replica.info is not None, "the router chooses among replicas that are ready"
+            planned = planner(avoid)
+            plan = planned if isinstance(planned, Plan) else await planned
+        replica = self._replicas.get(plan.replica_id)
+        if replica is None or replica.info is None:  # while a long prompt was planned
+            raise ReplicaUnavailable("The replica that was chosen has gone; try again.")
         plan = account.planned(plan, replica.info)
         request = GenerationRequest(
             plan.token_ids,

@@ -6,6 +6,7 @@ as the ordinary text they are; every other prompt has exactly the ids that Huggi
 
 from __future__ import annotations
 
+import copy
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,10 +84,22 @@ class PromptRenderer:
         self.spellings: Final = TokenSpellings(self._tokenizer)
         self._rule: Final = cut_rule(definition)
         self._segment_capacity: Final = segment_capacity
-        self._segments: Final = self._segment_encoder(self._tokenizer, definition, segment_capacity)
+        self._by_words = True
+        self._segments = self._segment_encoder(self._tokenizer, definition, segment_capacity)
         self._guard: Final = _Guard(definition, self._template.literal_text if self._template else "")
         if not lazy:
             _ = self._guarded_segments
+
+    def apart(self) -> PromptRenderer:
+        """A renderer of the same model for another thread: with memories of its own, and every id the same.
+
+        It leaves tokenizing to the library as a whole, which lets other threads run meanwhile.
+        """
+        other = copy.copy(self)
+        other.__dict__.pop("_guarded_segments", None)
+        other._by_words = False
+        other._segments = other._segment_encoder(self._tokenizer, {}, self._segment_capacity // 4)
+        return other
 
     @cached_property
     def _guarded_segments(self) -> SegmentEncoder | None:
@@ -96,7 +109,8 @@ class PromptRenderer:
         return self._segment_encoder(*renamed, self._segment_capacity // 8)
 
     def _segment_encoder(self, tokenizer: Tokenizer, definition: dict[str, Any], capacity: int) -> SegmentEncoder:
-        words = WordEncoder(tokenizer, definition).encode if WordEncoder.fits(definition) else None
+        by_words = self._by_words and WordEncoder.fits(definition)
+        words = WordEncoder(tokenizer, definition).encode if by_words else None
         return SegmentEncoder(tokenizer, self._rule, capacity, self.spellings.bytes_of, words)
 
     @property

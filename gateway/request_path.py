@@ -96,15 +96,25 @@ class RequestPath:
         router: Fleet,
         learned: TemplateLearner | None = None,
         order_rule: OrderRule | None = None,
+        beside: RequestPath | None = None,
     ) -> None:
-        """Compile the templates. Raises ``ConfigError`` when one is malformed."""
+        """Compile the templates, or take those of the path ``beside`` which this one stands, and its popularity.
+
+        Such a path may be walked in another thread: it only reads what they share.
+
+        Raises:
+            ConfigError: a template is malformed.
+        """
         self._model: Final = model
         self._renderer: Final = renderer
         self._router: Final = router
         self._order_rule: Final = order_rule
-        self.popularity: Final = Popularity()
+        self.popularity: Final[Popularity] = beside.popularity if beside else Popularity()
         self.resident_paths: Final = ResidentPaths()
-        self.templates: Final = TemplateRegistry(templates, normalize=canonical.text)
+        self.templates: Final[TemplateRegistry] = (
+            beside.templates if beside else TemplateRegistry(templates, normalize=canonical.text)
+        )
+        self._to_compare: Final[Callable[[Layout], list[int]]] = (beside or self)._application_prompt
         self._canonicalizer: Final = Canonicalizer(canonical, self.templates, learned)
         self._derive_root: Final = lru_cache(maxsize=4096)(lambda namespace: derive_root(secret, namespace))
 
@@ -217,7 +227,7 @@ class RequestPath:
 
     def _comparison(self, layout: Layout, body: ChatRequest) -> Comparison:
         gold = body.headstart.gold if body.headstart is not None else None
-        return Comparison(partial(self._application_prompt, layout), tuple(gold or ()))
+        return Comparison(partial(self._to_compare, layout), tuple(gold or ()))
 
     def _application_prompt(self, layout: Layout) -> list[int]:
         """The ids with the documents in the caller's order."""

@@ -15,7 +15,7 @@ import unicodedata
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -196,15 +196,13 @@ class SegmentEncoder:
         size = 0
         last = len(places)
         for index, (start, stop) in enumerate(pairwise((0, *places, len(text)))):
-            part = text[start:stop]
-            if 0 < index < last:
-                pieces = [(part, self.encode_whole(part, limit))]
-            else:
-                pieces = [*chain.from_iterable([self._walk(piece, limit) for piece in self.pieces(part)])]
-            walked += pieces
-            size += sum([len(data) for _, data in pieces])
-            if limit is not None and size > limit * TOKEN_BYTES:
-                raise TooManyTokens(size // TOKEN_BYTES)
+            part, whole = text[start:stop], 0 < index < last
+            for piece in (part,) if whole else self.pieces(part):
+                pieces = [(piece, self.encode_whole(piece, limit))] if whole else self._walk(piece, limit)
+                walked += pieces
+                size += sum([len(data) for _, data in pieces])
+                if limit is not None and size > limit * TOKEN_BYTES:
+                    raise TooManyTokens(size // TOKEN_BYTES)
         return self.join(text, walked)
 
     def join(self, text: str, pieces: list[tuple[str, bytes]]) -> bytes:

@@ -28,6 +28,7 @@ from gateway.eviction import EvictionControl
 from gateway.forwarding import Forwarder
 from gateway.generation import Dispatcher, Generation
 from gateway.identity import Authenticator
+from gateway.large_bodies import LargeBodies
 from gateway.membership import Connect, Membership
 from gateway.pins.ceiling import Ceiling
 from gateway.pins.control import PinControl
@@ -44,7 +45,7 @@ from gateway.replicas.discovery import Discovery, Resolver, system_resolver
 from gateway.replicas.engine import EngineReplica
 from gateway.replicas.remote import RemoteReplicas
 from gateway.replicas.supervisor import EngineLauncher, engine_command, require_engine_packages
-from gateway.request_path import RequestPath
+from gateway.request_path import Fleet, RequestPath
 from gateway.routing.router import Router
 from gateway.stats.board import Board
 from gateway.stats.recorder import TraceRecorder
@@ -104,15 +105,9 @@ class Gateway:
         self.tracing: Final = Tracing(config.tracing)
         self.learner: Final = TemplateLearner()
         self.proposals: Final = TemplateProposals(self.learner, config.canonical.hoist)
-        self.path: Final = RequestPath(
-            model=model,
-            secret=secret,
-            canonical=config.canonical,
-            templates=config.templates,
-            renderer=self.renderer,
-            router=self.router,
-            learned=self.learner,
-            order_rule=self.quality.decide,
+        self.path: Final = self._request_path(secret, self.renderer, self.router)
+        self.large: Final = LargeBodies(
+            lambda fleet: self._request_path(secret, self.renderer.apart(), fleet, beside=self.path), self.router
         )
         self.templates: Final = TemplateStore(_file(config.templates_file), self.path.templates)
         self.pins: Final = self._pins(secret)
@@ -229,6 +224,7 @@ class Gateway:
     async def stop(self, grace: float = 0.0) -> None:
         """Drain, give requests in hand ``grace`` seconds, end everything. Safe to call when ``start`` has failed."""
         self.drain()
+        self.large.close()
         await self.shadows.stop()
         await self.pins.stop()
         await self.membership.stop(grace)
@@ -236,6 +232,21 @@ class Gateway:
         if self.recorder is not None:
             await self.recorder.stop()
         await self.tracing.stop()
+
+    def _request_path(
+        self, secret: bytes, renderer: PromptRenderer, fleet: Fleet, beside: RequestPath | None = None
+    ) -> RequestPath:
+        return RequestPath(
+            model=self.model,
+            secret=secret,
+            canonical=self.config.canonical,
+            templates=self.config.templates,
+            renderer=renderer,
+            router=fleet,
+            learned=self.learner,
+            order_rule=self.quality.decide,
+            beside=beside,
+        )
 
     def _ghosts(self, config: WhatIfConfig) -> WhatIf:
         return WhatIf(

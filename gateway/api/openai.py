@@ -29,8 +29,9 @@ from gateway.api.validation import (
     sampling_for,
 )
 from gateway.errors import HeadstartError, MethodNotAllowedError, OverloadedError
-from gateway.foreign import Route, foreign_request
+from gateway.foreign import ForeignRequest, Route, foreign_request
 from gateway.generation import Generation, Planner, Terms
+from gateway.large_bodies import LARGE_BODY_BYTES
 from gateway.plan import Caller
 from gateway.request_path import single_prompt
 from gateway.schema import ChatRequest, CompletionRequest, SamplingFields
@@ -74,10 +75,11 @@ def _chat(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
     body = decode_body(_chat_decoder, data)
     check_chat(body, tools_supported=gateway.renderer.supports_tools)
     asked = chat_asked(body)
+    path = gateway.large if len(data) > LARGE_BODY_BYTES else gateway.path
     return _Job(
         body,
         asked,
-        lambda avoid: gateway.path.plan_chat(body, caller, avoid),
+        lambda avoid: path.plan_chat(body, caller, avoid),
         ChatFormat(body.model, gateway.renderer.spellings, _shown(body, asked.logprobs)),
         _terms(gateway, caller, asked),
     )
@@ -88,10 +90,11 @@ def _completion(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
     check_completion(body)
     asked = completion_asked(body)
     spellings, shown = gateway.renderer.spellings, _shown(body, body.logprobs)
+    path = gateway.large if len(data) > LARGE_BODY_BYTES else gateway.path
     return _Job(
         body,
         asked,
-        lambda avoid: gateway.path.plan_completion(body, caller, avoid),
+        lambda avoid: path.plan_completion(body, caller, avoid),
         CompletionFormat(body.model, spellings, shown, partial(_prompt_text, gateway, body) if body.echo else None),
         _terms(gateway, caller, asked),
     )
@@ -127,15 +130,27 @@ async def _serve(
     with suppress(ClientGone), gateway.tracing.request("request", peer.headers):
         with stage("parse"):
             data = await exchange.body(gateway.config.limits.max_body_bytes)
-            forwarder = gateway.forwarder
-            foreign = foreign_request(route, data, only_text=forwarder.only_text) if forwarder.available else None
-            job = read(gateway, data, caller) if foreign is None else None
+            foreign, job = await _parsed(gateway, route, data, partial(read, gateway, data, caller))
         if foreign is not None:
             async with exchange.watch():
                 await relay(gateway, exchange, foreign, data, caller, arrived)
         elif job is not None:
             async with exchange.watch():
                 await _generate(gateway, exchange, job, arrived)
+
+
+async def _parsed(
+    gateway: Gateway, route: Route, data: bytes, read: Callable[[], _Job]
+) -> tuple[ForeignRequest | None, _Job | None]:
+    """A body as what can only be passed on, or as a job."""
+    forwarder = gateway.forwarder
+    forwards, only_text = forwarder.available, forwarder.only_text
+
+    def parse() -> tuple[ForeignRequest | None, _Job | None]:
+        foreign = foreign_request(route, data, only_text=only_text) if forwards else None
+        return foreign, read() if foreign is None else None
+
+    return await gateway.large.run(parse) if len(data) > LARGE_BODY_BYTES else parse()
 
 
 async def _generate(gateway: Gateway, exchange: Exchange, job: _Job, arrived: float) -> None:

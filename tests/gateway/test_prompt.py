@@ -312,6 +312,16 @@ def test_a_hostile_question_is_not_searched_from_each_of_its_characters(renderer
     assert renderer("chatml").document_tokens(prompt, [documents]) is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_renderer_for_another_thread_gives_the_same_ids_and_shares_no_memory(kind: str, renderer: Renderer) -> None:
+    ours = renderer(kind)
+    other = ours.apart()
+    for messages in (CONVERSATION, *[(Message("user", text),) for text in FORGERY]):
+        assert ids(other, *messages) == ids(ours, *messages)
+    assert other._segments is not ours._segments
+    assert other._guarded_segments is not ours._guarded_segments
+
+
 def test_a_prompt_over_the_limit_is_refused(renderer: Renderer) -> None:
     prompt = renderer("chatml").render(CONVERSATION)
     count = len(renderer("chatml").encode_prompt(prompt))

@@ -172,7 +172,10 @@ def test_repeated_pieces_are_tokenized_once_and_the_unused_leave_first(tokenizer
     assert counting.texts == ["\n\nunique question 0"]  # long gone, while what is used stayed
 
 
-@pytest.mark.parametrize("text", ["word " * 50_000, " " * 3_000_000, "\n\nshort line" * 20_000, "x" * 60_000])
+LINES = "\n\n".join(f"Line {number} of many." for number in range(5_000))
+
+
+@pytest.mark.parametrize("text", ["word " * 50_000, " " * 3_000_000, "\n\nshort line" * 20_000, "x" * 60_000, LINES])
 def test_a_text_far_over_the_limit_is_refused_without_tokenizing_it_all(
     text: str, tokenizer_behind: TokenizerBehind
 ) -> None:
