@@ -34,6 +34,7 @@ from gateway.api.templates import create_template, delete_template, list_templat
 from gateway.canonical.learning.proposals import TemplateProposals
 from gateway.dashboard import routes as dashboard
 from gateway.dashboard.feed import Feed
+from gateway.learned_store import LearnedStore
 from gateway.pins.metrics import PinsCollector
 from gateway.service import Gateway
 from gateway.stats.index_metrics import IndexCollector
@@ -83,6 +84,9 @@ def create_app(gateway: Gateway) -> Litestar:
 
     def provide_proposals() -> TemplateProposals:
         return gateway.proposals
+
+    def provide_learned() -> LearnedStore:
+        return gateway.learned
 
     def provide_feed() -> Feed:
         return feed
@@ -134,6 +138,7 @@ def create_app(gateway: Gateway) -> Litestar:
             "statistics": Provide(provide_statistics, sync_to_thread=False),
             "exposition": Provide(provide_exposition, sync_to_thread=False),
             "proposals": Provide(provide_proposals, sync_to_thread=False),
+            "learned": Provide(provide_learned, sync_to_thread=False),
             "feed": Provide(provide_feed, sync_to_thread=False),
         },
         state=State({"gateway": gateway}),

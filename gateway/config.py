@@ -383,9 +383,9 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything ``headstart.toml`` can say. ``keys`` maps the SHA-256 (hex) of an API key to its owner.
 
-    ``templates_file`` keeps the templates that are written through the API, ``pins_file`` the pins (default: they last
-    as long as the gateway). ``secret`` is the deployment secret under which block keys are derived; gateways that share
-    statistics must share it. An entry of ``replicas`` may be the URL alone.
+    ``templates_file`` keeps the templates that are written through the API, ``learned_file`` those that were learned,
+    ``pins_file`` the pins (default: they last as long as the gateway). ``secret`` is the deployment secret under which
+    block keys are derived; gateways that share statistics must share it. An entry of ``replicas`` may be the URL alone.
     """
 
     server: ServerConfig = ServerConfig()
@@ -397,6 +397,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     canonical: CanonicalConfig = CanonicalConfig()
     templates: dict[str, TemplateConfig] = {}
     templates_file: str | None = None
+    learned_file: str | None = None
     pins: tuple[PinConfig, ...] = ()
     pins_file: str | None = None
     classes: dict[str, ClassConfig] = {}

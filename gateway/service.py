@@ -19,6 +19,7 @@ from gateway.accounting import Accounting
 from gateway.admission import Admission
 from gateway.attribution.live import LiveAttribution
 from gateway.attribution.memory import TokenMemory
+from gateway.canonical.learning.background import BackgroundLearning
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.proposals import TemplateProposals
 from gateway.config import DEFAULT_TENANT, ClassConfig, Config, TenantConfig, WhatIfConfig
@@ -29,6 +30,7 @@ from gateway.forwarding import Forwarder
 from gateway.generation import Dispatcher, Generation
 from gateway.identity import Authenticator
 from gateway.large_bodies import LargeBodies
+from gateway.learned_store import LearnedStore
 from gateway.membership import Connect, Membership
 from gateway.pins.ceiling import Ceiling
 from gateway.pins.control import PinControl
@@ -104,6 +106,8 @@ class Gateway:
         self.attribution: Final = LiveAttribution(self.prompts) if config.attribution.enabled else None
         self.tracing: Final = Tracing(config.tracing)
         self.learner: Final = TemplateLearner()
+        self.learning: Final = BackgroundLearning(self.learner)
+        self.learned: Final = LearnedStore(_file(config.learned_file), self.learner)
         self.proposals: Final = TemplateProposals(self.learner, config.canonical.hoist)
         self.path: Final = self._request_path(secret, self.renderer, self.router)
         self.large: Final = LargeBodies(
@@ -198,6 +202,7 @@ class Gateway:
         if self.recorder is not None:
             await self.recorder.start()
         self.shadows.start()
+        self.learned.start()
         await self.pins.start()
         await self.membership.start()
 
@@ -224,10 +229,12 @@ class Gateway:
     async def stop(self, grace: float = 0.0) -> None:
         """Drain, give requests in hand ``grace`` seconds, end everything. Safe to call when ``start`` has failed."""
         self.drain()
-        self.large.close()
         await self.shadows.stop()
         await self.pins.stop()
         await self.membership.stop(grace)
+        self.large.close()
+        self.learning.close()
+        await self.learned.stop()
         await self.statistics.stop()
         if self.recorder is not None:
             await self.recorder.stop()
@@ -283,7 +290,7 @@ class Gateway:
         if info is None or not (plan.use_cache or plan.held_out):
             return
         if plan.observation is not None:
-            self.learner.observe(plan.observation.source, plan.observation.text)
+            self.learning.observe(plan.observation.source, plan.observation.text)
         if self.attribution is None and plan.use_cache:
             self.prompts.remember(plan.root, token_bytes(plan.token_ids), 0)
         if plan.sighting is not None:

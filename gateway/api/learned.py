@@ -1,6 +1,6 @@
 """The operator's view of learned templates: what was found, and the switch for each.
 
-Whoever mounts the routes guards them; they take a dependency named ``proposals``.
+Whoever mounts the routes guards them; they take dependencies named ``proposals`` and ``learned``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from gateway.api.decoding import decode_body
 from gateway.canonical.learning.learner import MAX_WEIGHT
 from gateway.canonical.learning.proposals import Proposal, TemplateProposals
 from gateway.config import HoistMode
+from gateway.learned_store import LearnedStore
 
 __all__ = ["list_proposals", "switch_proposal"]
 
@@ -60,8 +61,13 @@ def list_proposals(proposals: NamedDependency[TemplateProposals]) -> ProposalLis
 
 @post("/admin/templates/{id:str}", status_code=200)
 async def switch_proposal(
-    proposals: NamedDependency[TemplateProposals], request: Request[Any, Any, Any], id: FromPath[str]
+    proposals: NamedDependency[TemplateProposals],
+    learned: NamedDependency[LearnedStore],
+    request: Request[Any, Any, Any],
+    id: FromPath[str],
 ) -> Proposal:
-    """Decide about one learned template, in all its versions, until the gateway ends."""
+    """Decide about one learned template, in all its versions, for as long as what was learned is kept."""
     body = decode_body(_body_decoder, await request.body())
-    return proposals.switch(id, body.hoist)
+    proposal = proposals.switch(id, body.hoist)
+    await learned.save()
+    return proposal

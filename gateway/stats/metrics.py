@@ -9,6 +9,7 @@ a name for the same, it is there too, with vLLM's labels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -18,7 +19,7 @@ from prometheus_client.registry import Collector
 
 import gateway
 from gateway.attribution.memory import TokenMemory
-from gateway.canonical.learning.learner import MAX_WEIGHT, TemplateLearner
+from gateway.canonical.learning.learner import MAX_WEIGHT, PassedOver, TemplateLearner
 from gateway.canonical.popularity import MAX_DOCUMENTS, MAX_PAIRS
 from gateway.canonical.resident import MAX_REMEMBERED
 from gateway.generation import Dispatcher
@@ -94,6 +95,12 @@ class LearningCollector(Collector):
         read = CounterMetricFamily("headstart_learning_texts", "System texts that templates were learned from.")
         read.add_metric((), learner.observed)
         yield read
+        passed_over = CounterMetricFamily(
+            "headstart_learning_passed_over", "System texts that nothing was learned from.", labels=("reason",)
+        )
+        for reason in get_args(PassedOver):
+            passed_over.add_metric((reason,), learner.passed_over[reason])
+        yield passed_over
         for name, text, value in (
             ("templates", "Learned templates with a volatile field.", sum(1 for _ in learner.templates())),
             ("sources", "Sources whose texts are compared.", learner.sources),

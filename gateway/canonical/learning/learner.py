@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, Literal
 
 import msgspec
 import xxhash
 
 from gateway.canonical.crowding import first_to_leave
-from gateway.canonical.learning.evidence import FieldEvidence, fits_metadata
+from gateway.canonical.learning.evidence import fits_metadata
 from gateway.canonical.learning.form import Form, form_id
+from gateway.canonical.learning.learned import KeptTemplate, LearnedTemplate
 from gateway.canonical.learning.observation import Source
 from gateway.canonical.learning.skeleton import GAP, Skeleton, generalize
 from gateway.canonical.learning.tokens import MAX_TEXT_CHARS, is_word, split_tokens
 from gateway.canonical.templates import FilledTemplate
 from gateway.config import HoistMode, TemplateConfig
 
-__all__ = ["MAX_SOURCES", "MAX_TEMPLATES", "MAX_WEIGHT", "LearnedTemplate", "TemplateLearner"]
+__all__ = [
+    "MAX_AT_ONCE_CHARS",
+    "MAX_SOURCES",
+    "MAX_TEMPLATES",
+    "MAX_WEIGHT",
+    "PassedOver",
+    "TemplateLearner",
+]
 
 MAX_SOURCES: Final = 256
 """Sources kept, half of them at most without a volatile field; of each kind the longest unseen of the tenant that has
@@ -36,6 +44,13 @@ MAX_TEMPLATES: Final = 16
 
 MAX_WEIGHT: Final = 500_000
 """Tokens of all skeletons and learned templates, a field counting as 16: some 25 MB when that is reached."""
+
+MAX_AT_ONCE_CHARS: Final = 1024
+"""Longest text of no known form that is aligned at once where that can wait: some milliseconds at worst."""
+
+PassedOver = Literal["too_long", "budget", "busy"]
+"""Why nothing was learned from a text: it has more than ``MAX_TEXT_CHARS``, its source has had more texts of no known
+form examined than its requests pay for, or too many others were waiting."""
 
 MAX_FIELDS: Final = 32
 """A text with more gaps than that is no template."""
@@ -56,50 +71,6 @@ _VARIANT_ALIKE: Final = 0.8
 _OFTEN: Final = 64  # requests during which evidence is weighed each time, then after each so many
 _CREDIT: Final = 200_000  # characters that a source may have looked at closely in advance,
 _REFILL: Final = 200  # and for each further request: some 50 µs
-_FIELD_WEIGHT: Final = 16
-
-
-class LearnedTemplate:
-    """A template that was found, with the evidence for its fields. Owned by the learner; ``requests`` had its form.
-
-    ``id`` stays through all versions; ``version`` counts the changes of what is moved, from 1.
-    """
-
-    __slots__ = ("digests", "evidence", "form", "id", "requests", "version", "words")
-
-    def __init__(self, id: str, form: Form, digests: array[int], words: frozenset[int]) -> None:
-        self.id = id
-        self.version = 0
-        self.form = form
-        self.digests = digests
-        self.words = words
-        self.requests = 0
-        self.evidence = [FieldEvidence() for _ in form.fields]
-
-    @property
-    def name(self) -> str:
-        """What statistics call it."""
-        return f"learned-{self.id}"
-
-    @property
-    def volatile(self) -> bool:
-        """Whether it has a field to move."""
-        return any(self.form.moved)
-
-    @property
-    def weight(self) -> int:
-        """See ``MAX_WEIGHT``."""
-        return len(self.digests) + _FIELD_WEIGHT * len(self.evidence)
-
-    def follow(self, other: LearnedTemplate, fields: Sequence[int | None]) -> None:
-        """Be the next version of ``other``, whose fields these are: they keep name and evidence."""
-        self.version, self.requests = other.version + 1, other.requests
-        names = [""] * len(fields)
-        for index, before in enumerate(fields):
-            if before is not None:
-                names[index] = other.form.fields[before]
-                self.evidence[index] = other.evidence[before]
-        self.form = msgspec.structs.replace(self.form, fields=tuple(names)).decided(self.evidence)
 
 
 class _Text(msgspec.Struct, frozen=True):
@@ -191,7 +162,9 @@ class _Source:
 
 
 class TemplateLearner:
-    """Owns everything learned, within ``MAX_SOURCES``, ``MAX_TEMPLATES`` and ``MAX_WEIGHT``; belongs to one thread.
+    """Owns everything learned, within ``MAX_SOURCES``, ``MAX_TEMPLATES`` and ``MAX_WEIGHT``.
+
+    One thread at a time may ``observe``; meanwhile another may ask and decide.
 
     Keeps no value and, until a text's constant parts are known to be constant, no text: digests only, salted by
     ``salt`` (default: at random; given one, the same texts in the same order leave exactly the same state).
@@ -205,6 +178,8 @@ class TemplateLearner:
         self._weight = 0
         self.observed = 0
         self.examined = 0
+        self.passed_over: Counter[PassedOver] = Counter()
+        """Texts that nothing was learned from."""
 
     @property
     def weight(self) -> int:
@@ -218,8 +193,28 @@ class TemplateLearner:
 
     def templates(self) -> Iterator[tuple[Source, LearnedTemplate]]:
         """Every learned template that has a field to move, with its source."""
-        for source, known in self._volatile.items():
+        for source, known in list(self._volatile.items()):
             yield from ((source, template) for template in known.order if template.volatile)
+
+    def kept(self) -> tuple[KeptTemplate, ...]:
+        """Every learned template that has a field to move, as it outlasts the gateway."""
+        return tuple([template.kept(source) for source, template in self.templates()])
+
+    @property
+    def decisions(self) -> dict[str, HoistMode]:
+        """What the operator wants of templates, by id, the latest last."""
+        return dict(self._decisions)
+
+    def restore(self, kept: Iterable[KeptTemplate], decisions: Mapping[str, HoistMode]) -> None:
+        """Know again what was kept, before anything is observed."""
+        for template in kept:
+            known = self._known(template.source)
+            before = known.weight
+            known.admit(LearnedTemplate.restored(template, self._digest))
+            self._weight += known.weight - before
+            self._place(template.source, known)
+        for id, hoist in decisions.items():
+            self.decide(id, hoist)
 
     def decision(self, id: str) -> HoistMode | None:
         """What the operator wants of the template with this id; None for the default."""
@@ -245,22 +240,32 @@ class TemplateLearner:
         config = TemplateConfig("", hoist=self._decisions.get(template.id))  # its text differs from request to request
         return template.form.filled(values, moved, name=template.name, config=config, version=template.version)
 
-    def observe(self, source: Source, text: str) -> None:
+    def observe(self, source: Source, text: str, later: Callable[[Source, str], None] | None = None) -> None:
         """Learn from the system text of one request.
 
         Costs some microseconds for a text of a known form; others cost their length, but no more than 50 µs a request
-        on average over a source.
+        on average over a source. One with more than ``MAX_AT_ONCE_CHARS`` that is of no known form is left to
+        ``later``, if there is one, as if it had not been shown.
         """
         if len(text) > MAX_TEXT_CHARS:
+            self.passed_over["too_long"] += 1
+            return
+        known = self._known(source)
+        found = known.match(text)
+        affordable = min(_CREDIT, known.credit + _REFILL) >= len(text)
+        if later is not None and found is None and affordable and len(text) > MAX_AT_ONCE_CHARS:
+            later(source, text)
             return
         self.observed += 1
-        known = self._known(source)
         known.credit = min(_CREDIT, known.credit + _REFILL)
-        found = known.match(text)
+        changed = False
         if found is not None:
             known.learned.move_to_end(found[0].id)
             changed = self._count(*found)
-        elif changed := known.credit >= len(text):
+        elif not affordable:
+            self.passed_over["budget"] += 1
+        else:
+            changed = True
             self.examined += 1
             known.credit -= len(text)
             before = known.weight
@@ -296,7 +301,8 @@ class TemplateLearner:
     def _count(self, template: LearnedTemplate, values: Sequence[str]) -> bool:
         """Add one request to the evidence; says whether a field has become volatile, or is no longer."""
         template.requests += 1
-        due = template.requests < _OFTEN or template.requests % _OFTEN == 0
+        counted = template.requests - template.earlier
+        due = counted < _OFTEN or counted % _OFTEN == 0
         changed = False
         for evidence, value in zip(template.evidence, values, strict=True):
             evidence.add(value, self._digest(value))

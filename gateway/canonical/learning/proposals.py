@@ -6,7 +6,8 @@ from typing import Final
 
 import msgspec
 
-from gateway.canonical.learning.learner import LearnedTemplate, TemplateLearner
+from gateway.canonical.learning.learned import LearnedTemplate
+from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Source
 from gateway.canonical.learning.tokens import Shape
 from gateway.config import HoistMode

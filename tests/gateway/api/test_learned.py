@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -150,3 +151,23 @@ def test_bypass_teaches_nothing(bench: Bench) -> None:
         assert (listed["learning"]["observed"], listed["proposals"]) == (0, [])
 
     bench.run(scenario)
+
+
+def test_a_decision_outlasts_the_gateway_where_there_is_a_file(bench: Bench, tmp_path: Path) -> None:
+    config = msgspec.structs.replace(KEYED, learned_file=str(tmp_path / "learned.json"))
+
+    async def first(service: Service) -> None:
+        (proposal,) = (await learn(service, headers=_key("sk-a")))["proposals"]
+        path = f"/admin/templates/{proposal['id']}"
+        assert (await service.post(path, {"hoist": "apply"}, headers=_key("sk-admin"))).status == 200
+        assert (tmp_path / "learned.json").exists(), "it does not wait for the end"
+
+    async def second(service: Service) -> None:
+        listed = (await service.get("/admin/templates", headers=_key("sk-admin"))).json
+        (proposal,) = listed["proposals"]
+        assert (proposal["hoist"], proposal["decided"]) == ("apply", True)
+        await ask(service, 30, headers=_key("sk-a"))
+        assert "2026-03-02 08:00:30" not in prompt(service).partition("Metadata:")[0]
+
+    bench.run(first, config)
+    bench.run(second, config)

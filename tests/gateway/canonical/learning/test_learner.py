@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.canonical.learning.evidence import WINDOW
-from gateway.canonical.learning.learner import MAX_SOURCES, MAX_TEMPLATES, MAX_WEIGHT, LearnedTemplate, TemplateLearner
+from gateway.canonical.learning.learned import LearnedTemplate
+from gateway.canonical.learning.learner import MAX_SOURCES, MAX_TEMPLATES, MAX_WEIGHT, TemplateLearner
 from gateway.canonical.learning.observation import Source
 from gateway.canonical.learning.tokens import MAX_TEXT_CHARS
 from gateway.canonical.templates import FilledTemplate
