@@ -40,7 +40,7 @@ _LAST_PERIOD: Final = 16_384
 """Requests between two snapshots: the number doubles from the first to the last, so that a new source is soon in order
 and an old one seldom put in another. Two of the last go round 100,000 documents, five in each request."""
 
-_AT_ONCE: Final = 32
+_AT_ONCE: Final = 8
 """Requests that are counted together."""
 
 _PAIRED: Final = 12
