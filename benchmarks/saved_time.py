@@ -204,7 +204,7 @@ def figures(replay: Replay) -> dict[str, Any]:
 
 async def measure(arguments: argparse.Namespace, records: Records) -> None:
     """Send the log, and keep what happens."""
-    folder = arguments.folder if (arguments.folder / "corpus.jsonl").exists() else arguments.folder / "rag_xquad_en"
+    folder = arguments.folder
     config = log_config(
         folder, model=arguments.model, kv_blocks=arguments.kv_blocks, savings__holdout=arguments.holdout
     )
@@ -281,7 +281,13 @@ def main() -> None:
     if (arguments.folder is None) == (arguments.replay is None):
         parser.error("give either the log's folder or --replay")
     path = arguments.replay
+    if path is not None and not path.is_file():
+        parser.error(f"there is no file {path}")
     if path is None:
+        folders = arguments.folder, arguments.folder / "rag_xquad_en"
+        arguments.folder = next((folder for folder in folders if (folder / "corpus.jsonl").is_file()), None)
+        if arguments.folder is None:
+            parser.error(f"there is no corpus.jsonl in {folders[0]}")
         path = arguments.records or Path(tempfile.mkdtemp(prefix="headstart-")) / "saved_time.jsonl"
         NOTES.print(f"records: {path}", markup=False)
         with path.open("wb") as file, contextlib.suppress(KeyboardInterrupt):
