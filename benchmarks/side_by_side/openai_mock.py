@@ -113,7 +113,10 @@ class _Server:
     async def _tokenize(self, request: web.Request) -> web.Response:
         assert self._renderer is not None, "the route is there with one only"
         body = msgspec.json.decode(await request.read())
-        tokens = self._renderer.encode(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))
+        if "messages" in body and self._engine is not None:  # vllm-router's kv_aware asks for those of a chat
+            tokens = self._engine.tokens(body)
+        else:
+            tokens = self._renderer.encode(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))
         return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": _CONTEXT})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
