@@ -128,7 +128,7 @@ class Forwarder:
 
     @asynccontextmanager
     async def forward(
-        self, request: ForeignRequest, owned: Owned, headers: Mapping[str, str], caller: Caller, arrived: float
+        self, request: ForeignRequest, owned: Owned, headers: dict[str, str], caller: Caller, arrived: float
     ) -> AsyncIterator[Forwarding]:
         """Pass a request on for the length of the block; leaving it early aborts it at the server.
 

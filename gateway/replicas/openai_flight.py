@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 from typing import Final
 
-import aiohttp
-
-from gateway.replicas.openai_server import COMPLETIONS, EVENTS, OpenAIServer
+from gateway.replicas.http_client import HttpConnection
+from gateway.replicas.openai_server import OpenAIServer
 
 __all__ = ["Flight"]
 
 _ERROR_TIMEOUT_S: Final = 4.0
 _MAX_ERROR_BYTES: Final = 64 * 1024
-_ENDING_TIMEOUT_S: Final = 0.2
+_NONE: Final[dict[str, str]] = {}
 
 
 class Flight:
@@ -25,7 +23,17 @@ class Flight:
     Before that the server may have a queue. One timer that is seldom set again does it, so that an event costs nothing.
     """
 
-    __slots__ = ("_idle_timeout_s", "_loop", "_opening", "_response", "_timer", "_waits_since", "loss", "produced")
+    __slots__ = (
+        "_connection",
+        "_ending",
+        "_idle_timeout_s",
+        "_loop",
+        "_opening",
+        "_timer",
+        "_waits_since",
+        "loss",
+        "produced",
+    )
 
     def __init__(self, idle_timeout_s: float) -> None:
         self.loss: str | None = None
@@ -35,53 +43,57 @@ class Flight:
         self._idle_timeout_s = idle_timeout_s
         self._loop = asyncio.get_running_loop()
         self._opening: asyncio.Timeout | None = None
-        self._response: aiohttp.ClientResponse | None = None
+        self._connection: HttpConnection | None = None
+        self._ending = False
         self._timer: asyncio.TimerHandle | None = None
         self._waits_since: float | None = None
 
     async def open(
-        self, server: OpenAIServer, body: bytes, route: str = COMPLETIONS, headers: Mapping[str, str] = EVENTS
-    ) -> aiohttp.ClientResponse:
-        """Send the request and wait for the head of the response. Raises ``aiohttp.ClientError``, ``OSError``."""
-        try:
-            async with asyncio.timeout(None) as self._opening:
-                self._response = await server.post(route, body, headers)
-        finally:
-            self._opening = None
-        return self._response
+        self, server: OpenAIServer, body: bytes, route: str | None = None, headers: dict[str, str] = _NONE
+    ) -> HttpConnection:
+        """Send the request and wait for the head of the response. Raises ``OSError``.
+
+        Without ``route`` and ``headers`` it is one for a streamed completion.
+        """
+        client = server.client
+        connection = client.waiting()
+        if connection is None:
+            try:
+                async with asyncio.timeout(None) as self._opening:
+                    connection = await client.connect()
+            finally:
+                self._opening = None
+        self._connection = connection
+        connection.send(server.head(route, headers), body)
+        await connection.head()
+        return connection
 
     async def read(self) -> bytes:
-        """The next bytes of the body, none at its end. Raises ``aiohttp.ClientError``, ``OSError``."""
+        """The next bytes of the body, none at its end. Raises ``OSError``."""
         if self.loss is not None:
             raise ConnectionAbortedError
-        assert self._response is not None, "a flight is opened first"
+        assert self._connection is not None, "a flight is opened first"
         self._waits_since = self._loop.time()
         if self._timer is None and self.produced:
             self._timer = self._loop.call_at(self._waits_since + self._idle_timeout_s, self._check_idle)
         try:
-            return await self._response.content.readany()
+            return await self._connection.read()
         finally:
             self._waits_since = None
 
     async def read_error(self) -> bytes:
         """The body of a response that is no answer, as far as it comes in time and is not too long."""
-        assert self._response is not None, "a flight is opened first"
+        assert self._connection is not None, "a flight is opened first"
         data = b""
-        with contextlib.suppress(aiohttp.ClientError, OSError):
+        with contextlib.suppress(OSError):
             async with asyncio.timeout(_ERROR_TIMEOUT_S):
-                while len(data) < _MAX_ERROR_BYTES and (piece := await self._response.content.readany()):
+                while len(data) < _MAX_ERROR_BYTES and (piece := await self._connection.read()):
                     data += piece
         return data
 
-    async def finish(self) -> None:
-        """Wait a moment for the end of a body whose last event has come, so that the connection can be used again."""
-        assert self._response is not None, "a flight is opened first"
-        content = self._response.content
-        if not content.at_eof():
-            with contextlib.suppress(aiohttp.ClientError, OSError):
-                async with asyncio.timeout(_ENDING_TIMEOUT_S):
-                    while await content.readany():
-                        pass
+    def finish(self) -> None:
+        """All that is wanted of the answer has come: its connection may be used again when its body has ended."""
+        self._ending = True
 
     def lose(self, reason: str) -> None:
         """End it now: whoever waits for it gets an error, and ``loss`` says why."""
@@ -89,15 +101,16 @@ class Flight:
             self.loss = reason
             if self._opening is not None:
                 self._opening.reschedule(self._loop.time())
-            elif self._response is not None:
-                self._response.close()
+            elif self._connection is not None:
+                self._connection.close()
 
     def close(self) -> None:
         """Close the connection at once, unless the response was read to its end. Safe to repeat."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._response is not None:
-            self._response.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.release(ending=self._ending)
 
     def _check_idle(self) -> None:
         now, since = self._loop.time(), self._waits_since

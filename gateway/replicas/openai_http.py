@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 import structlog
 
@@ -17,6 +16,7 @@ from engine.wire import CacheEvent, EngineInfo, Load, Output
 from gateway.config import IndexConfig, ReplicaConfig
 from gateway.errors import NotSupportedByReplica, ReplicaLost
 from gateway.replicas.base import EventHealth, GenerationRequest, ReplicaState
+from gateway.replicas.http_client import HttpConnection
 from gateway.replicas.kv_feed import KvFeed
 from gateway.replicas.life import ReplicaLife
 from gateway.replicas.openai_completion import AnswerReader, BrokenAnswer, FailedAnswer, completion_body, refusal
@@ -56,9 +56,9 @@ _log = structlog.get_logger("headstart.replica")
 class ForwardedAnswer:
     """The beginning of an answer that is passed on as it is, and its body piece by piece."""
 
-    def __init__(self, response: aiohttp.ClientResponse, chunks: AsyncIterator[bytes]) -> None:
+    def __init__(self, response: HttpConnection, chunks: AsyncIterator[bytes]) -> None:
         self.status: Final = response.status
-        self.headers: Final = response.raw_headers
+        self.headers: Final = response.headers
         self.streamed: Final = response.content_type == "text/event-stream"
         self.chunks: Final = chunks
 
@@ -254,13 +254,13 @@ class OpenAIReplica(ReplicaLife):
                         flight.produced = True
                         yield output
             last = answer.end()
-            await flight.finish()
+            flight.finish()
             if last.cached_tokens is None:
                 self._tell_of_missing_counts()
             elif self._feed is not None and request.use_cache:
                 self._feed.found(request.root, request.token_ids, last.cached_tokens)
             yield last
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise self._lost(flight, boot_id, flight.loss or words_for(error)) from None
         except (BrokenAnswer, EventTooLong) as error:
             raise self._lost(flight, boot_id, str(error)) from None
@@ -271,7 +271,7 @@ class OpenAIReplica(ReplicaLife):
             self._land(flight)
 
     @contextlib.asynccontextmanager
-    async def forward(self, route: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[ForwardedAnswer]:
+    async def forward(self, route: str, body: bytes, headers: dict[str, str]) -> AsyncIterator[ForwardedAnswer]:
         """Pass a request on as it is, for the length of the block; leaving it early closes its connection at once.
 
         Raises:
@@ -287,7 +287,7 @@ class OpenAIReplica(ReplicaLife):
             if response.status >= 500 or response.status in _NOT_THE_CALLERS or 300 <= response.status < 400:
                 raise self._failed(flight, f"it answered {response.status}")
             yield ForwardedAnswer(response, self._relayed(flight, response))
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise self._lost(flight, boot_id, flight.loss or words_for(error)) from None
         except BrokenAnswer as error:
             raise self._lost(flight, boot_id, str(error)) from None
@@ -295,7 +295,7 @@ class OpenAIReplica(ReplicaLife):
             flight.close()
             self._land(flight)
 
-    async def _relayed(self, flight: Flight, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    async def _relayed(self, flight: Flight, response: HttpConnection) -> AsyncIterator[bytes]:
         """The body as it comes. Raises as ``forward``, also for a stream without its end."""
         tail = b""
         while data := await flight.read():
@@ -329,7 +329,7 @@ class OpenAIReplica(ReplicaLife):
             return
         words = await flight.read_error()
         if 400 <= status < 500 and status not in _NOT_THE_CALLERS:
-            raise refusal(status, words, response.headers.get("retry-after"))
+            raise refusal(status, words, response.header(b"retry-after"))
         # What it says may quote the request, and this goes into the log.
         said = f"it answered {status}" if status != 200 else f"it answered with {response.content_type!r}, not a stream"
         raise self._failed(flight, said)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 import aiohttp
 import msgspec
 
+from gateway import __version__
 from gateway.config import ReplicaConfig
+from gateway.replicas.http_client import AnswerCut, HttpClient, header_lines
 from gateway.replicas.tokenizer_proof import TokenizerProof
 from gateway.tracing import trace_headers
 
@@ -20,8 +21,10 @@ __all__ = ["COMPLETIONS", "EVENTS", "ModelCard", "OpenAIServer", "ServedModel", 
 _T = TypeVar("_T")
 
 COMPLETIONS: Final = "/v1/completions"
-EVENTS: Final[Mapping[str, str]] = {"content-type": "application/json", "accept": "text/event-stream"}
+EVENTS: Final = {"content-type": "application/json", "accept": "text/event-stream"}
 """Headers of a request for a streamed answer."""
+
+_AGENT: Final = {"user-agent": f"headstart/{__version__}"}
 
 _PROBE_TIMEOUT_S: Final = 3.0
 _CONNECT_TIMEOUT_S: Final = 4.0
@@ -87,6 +90,14 @@ class OpenAIServer:
         if config.api_key is not None:
             headers["authorization"] = f"Bearer {config.api_key}"
         self._config: Final = config
+        self.client: Final = HttpClient(
+            config.url,
+            headers,
+            connect_timeout_s=_CONNECT_TIMEOUT_S,
+            keep_alive_s=_KEEP_ALIVE_S,
+        )
+        """For requests; whoever looks at the server now and then has a client with all comforts."""
+        self._completions: Final = self.client.head(COMPLETIONS, (_AGENT | EVENTS).items())
         self._session: Final = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
@@ -94,10 +105,12 @@ class OpenAIServer:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
-    async def post(self, route: str, body: bytes, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
-        """Send a request; the response is the caller's to close. Raises ``aiohttp.ClientError``."""
-        headers = {**headers, **trace_headers()}
-        return await self._session.post(self._config.url + route, data=body, headers=headers, allow_redirects=False)
+    def head(self, route: str | None, headers: dict[str, str]) -> bytes:
+        """The head of a request to ``route``; without one it is for a streamed completion."""
+        traced = trace_headers()
+        if route is None:
+            return self._completions + header_lines(traced.items()) if traced else self._completions
+        return self.client.head(route, (_AGENT | headers | traced).items())
 
     async def look(self, wanted: str) -> ModelCard:
         """The model that requests are for, when the server is well.
@@ -123,6 +136,7 @@ class OpenAIServer:
 
     async def close(self) -> None:
         """End all connections."""
+        self.client.close()
         await self._session.close()
 
     # --- inside ------------------------------------------------------------------------------------------
@@ -209,14 +223,18 @@ def words_for(error: Exception) -> str:
     """Why a connection failed, without a word of what went over it."""
     if isinstance(error, TimeoutError):
         return "it does not answer"
-    if isinstance(error, aiohttp.ClientConnectorError):
-        cause = error.os_error
-        number = cause.errno or 0  # below 0 it is the resolver's own
-        return os.strerror(number) if number > 0 else str(cause.strerror or cause)
-    if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | ConnectionError):
-        return "the connection was lost"
-    if isinstance(error, aiohttp.ClientPayloadError):
+    if isinstance(error, aiohttp.ClientPayloadError | AnswerCut):
         return "the connection was lost in the middle of an answer"
+    refused = isinstance(error, ConnectionRefusedError | aiohttp.ClientConnectorError)
+    if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | ConnectionError) and not refused:
+        return "the connection was lost"
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(cause, OSError):
+        number = cause.errno or 0  # below 0 it is the resolver's own
+        if number > 0:
+            return os.strerror(number)
+        # What the loop itself says of several addresses that were tried in vain names them.
+        return str(cause.strerror or "it takes no connection")
     return type(error).__name__
 
 
