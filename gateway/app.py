@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from litestar import Litestar, Router
+from litestar import Litestar, Router, asgi
 from litestar.datastructures import State
 from litestar.di import Provide
+from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api.access import for_operator, for_tenants, for_tenants_and_operator
 from gateway.api.errors import EXCEPTION_HANDLERS
@@ -48,7 +49,17 @@ from gateway.stats.metrics import (
 )
 from gateway.stats.statistics import Statistics
 
-__all__ = ["create_app"]
+__all__ = ["asgi_app", "create_app"]
+
+
+def asgi_app(gateway: Gateway) -> ASGIApp:
+    """``create_app``, with a short way to the routes on which a framework's routing would be a tenth of the cost."""
+    app, shortcuts = create_app(gateway), generation_routes(gateway)
+
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+        await (shortcuts.get(scope.get("path", ""), app))(scope, receive, send)
+
+    return dispatch
 
 
 def create_app(gateway: Gateway) -> Litestar:
@@ -128,9 +139,9 @@ def create_app(gateway: Gateway) -> Litestar:
     )
     public = (health, ready, version, dashboard.page, dashboard.asset)
     return Litestar(
-        # The generation routes authenticate, and name their answers, by themselves.
+        # The generation routes authenticate, name their answers and tell of errors by themselves.
         route_handlers=[
-            *generation_routes(gateway),
+            *[asgi(path, copy_scope=False)(answer) for path, answer in generation_routes(gateway).items()],
             Router("/", route_handlers=[tenants, readers, operator, *public], middleware=[name_response]),
         ],
         dependencies={

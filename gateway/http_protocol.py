@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.api.errors import encode_error
+from gateway.api.exchange import CONNECTION
 from gateway.errors import InvalidRequestError
 
 __all__ = ["MAX_HEADERS", "MAX_HEAD_BYTES", "LimitedHttpProtocol"]
@@ -56,6 +58,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
+        self._watchers: list[Callable[[], None]] = []
+        self._lost = False
+        self._extensions: dict[str, Any] = {CONNECTION: self}
+
+    def watch(self, gone: Callable[[], None]) -> None:
+        """Call ``gone`` when the connection ends, at once if it has ended."""
+        if self._lost:
+            gone()
+            return
+        self._watchers.append(gone)
+        self.flow.resume_reading()  # paused behind a long body; the end of a connection is read, too
+
+    def unwatch(self, gone: Callable[[], None]) -> None:
+        """Do so no more."""
+        if gone in self._watchers:
+            self._watchers.remove(gone)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected; the clock for its first request starts."""
@@ -69,6 +87,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._probe_timer is not None:
             self._probe_timer.cancel()
         super().connection_lost(exc)
+        self._lost = True
+        for gone in [*self._watchers]:
+            gone()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more; whether the connection stays open for an answer."""
@@ -87,14 +108,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._refused:
             return
         if self._in_head:
-            if self._head_timer is None:
-                self._expect_head()
             # Body bytes that come along in the same read are counted too; a read is 256 KiB at most.
             self._head_bytes += min(len(data), _head_length(data))
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
                 return
         super().data_received(data)
+        if self._in_head and self._head_bytes and self._head_timer is None:  # not all of it came at once
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self.scope["extensions"] = self._extensions
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One more header."""

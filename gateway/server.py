@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
-from gateway.app import create_app
+from gateway.app import asgi_app
 from gateway.config import ServerConfig
 from gateway.configuration import check_config
 from gateway.errors import ConfigError
@@ -130,7 +130,7 @@ async def _listening(gateway: Gateway, *, handle_signals: bool) -> AsyncIterator
     listener = _bind(settings)
     port: int = listener.getsockname()[1]
     config = uvicorn.Config(
-        create_app(gateway),
+        asgi_app(gateway),
         http=LimitedHttpProtocol,
         ws="none",
         lifespan="on",

@@ -14,7 +14,7 @@ from gateway.api.exchange import request_id
 from gateway.errors import HeadstartError, MethodNotAllowedError
 from gateway.logs import where_from
 
-__all__ = ["EXCEPTION_HANDLERS", "ErrorBody", "encode_error", "report_unexpected"]
+__all__ = ["EXCEPTION_HANDLERS", "ErrorBody", "encode_error", "error_headers", "report_unexpected"]
 
 _CODES: Final = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
 
@@ -46,13 +46,18 @@ def report_unexpected(error: BaseException, request: str) -> HeadstartError:
     return HeadstartError("Internal error. The log of the gateway says more under this request id.", code="internal")
 
 
-def _handle_own(request: Request[Any, Any, Any], error: HeadstartError) -> Response[bytes]:
+def error_headers(error: HeadstartError) -> dict[str, str]:
+    """What the head of a response says of ``error`` besides its status."""
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, MethodNotAllowedError):
         headers["allow"] = error.allowed
-    return _response(request, error, error.status, headers)
+    return headers
+
+
+def _handle_own(request: Request[Any, Any, Any], error: HeadstartError) -> Response[bytes]:
+    return _response(request, error, error.status, error_headers(error))
 
 
 def _handle_framework(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:

@@ -10,18 +10,22 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import BodyTimeoutError, InvalidRequestError, PayloadTooLargeError
 from gateway.identity import Peer
 
-__all__ = ["ClientGone", "ClientWatch", "Exchange", "name_response", "request_id"]
+__all__ = ["CONNECTION", "ClientGone", "ClientWatch", "Connection", "Exchange", "name_response", "request_id"]
 
 Headers = list[tuple[bytes, bytes]]
+
+CONNECTION: Final = "headstart.connection"
+"""The extension of ASGI's scope that holds the ``Connection``."""
 
 _MAX_REQUEST_ID: Final = 128
 _UNCLEAN: Final = re.compile(rb"[^A-Za-z0-9._:/+=@-]")
@@ -62,6 +66,16 @@ def name_response(app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send_named)
 
     return named
+
+
+class Connection(Protocol):
+    """Tells when a client leaves; ASGI itself does so only to a task that waits for nothing else."""
+
+    def watch(self, gone: Callable[[], None]) -> None:
+        """Call ``gone`` when the connection ends, at once if it has ended."""
+
+    def unwatch(self, gone: Callable[[], None]) -> None:
+        """Do so no more."""
 
 
 class Exchange:
@@ -132,10 +146,10 @@ class Exchange:
                 return b"".join([*chunks, chunk]) if chunks else chunk
             chunks.append(chunk)
 
-    async def answer(self, headers: Headers, body: bytes) -> None:
-        """Send a whole JSON answer with status 200."""
+    async def answer(self, headers: Headers, body: bytes, status: int = 200) -> None:
+        """Send a whole JSON answer."""
         headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await self._start(headers)
+        await self._start(headers, status)
         await self._send_body(body, more=False)
 
     async def start_events(self, headers: Headers) -> None:
@@ -167,7 +181,8 @@ class Exchange:
 
     def watch(self) -> ClientWatch:
         """A block that is cancelled when the client leaves. Only after ``body``."""
-        return ClientWatch(self._receive)
+        extensions: Any = self._scope["extensions"]
+        return ClientWatch(extensions[CONNECTION])
 
     async def _start(self, headers: Headers, status: int = 200) -> None:
         self.started = True
@@ -187,32 +202,29 @@ class ClientWatch:
     being written to would be computed to its end for nobody.
     """
 
-    __slots__ = ("_cancelling", "_gone", "_receive", "_task", "_watcher")
+    __slots__ = ("_cancelling", "_connection", "_gone", "_task")
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._gone = False
         self._cancelling = 0
         self._task: asyncio.Task[Any]
-        self._watcher: asyncio.Task[None]
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
         self._cancelling = task.cancelling()
-        self._watcher = asyncio.create_task(self._watch())
+        self._connection.watch(self._leave)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watcher.cancel()
+        self._connection.unwatch(self._leave)
         if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise ClientGone from error
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    def _leave(self) -> None:
         self._gone = True
         self._task.cancel()
 

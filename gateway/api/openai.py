@@ -11,13 +11,11 @@ from functools import partial
 from typing import Final, TypeVar
 
 import msgspec
-from litestar import asgi
-from litestar.handlers import ASGIRouteHandler
-from litestar.types import Receive, Scope, Send
+from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api.answers import AnswerFormat, ChatFormat, Choice, CompletionFormat, Shown, Usage
 from gateway.api.decoding import decode_body
-from gateway.api.errors import report_unexpected
+from gateway.api.errors import encode_error, error_headers, report_unexpected
 from gateway.api.exchange import ClientGone, Exchange
 from gateway.api.relay import relay
 from gateway.api.validation import (
@@ -47,18 +45,27 @@ _completion_decoder: Final = msgspec.json.Decoder(CompletionRequest)
 _UNPRINTABLE: Final = re.compile(r"[^\x20-\x7e]")
 
 
-def generation_routes(gateway: Gateway) -> list[ASGIRouteHandler]:
-    """The two routes. They authenticate by themselves."""
+def generation_routes(gateway: Gateway) -> dict[str, ASGIApp]:
+    """The two routes by path. They authenticate, name their answers and tell of errors by themselves."""
+    return {
+        "/v1/chat/completions": _route(gateway, "/v1/chat/completions", _chat),
+        "/v1/completions": _route(gateway, "/v1/completions", _completion),
+    }
 
-    @asgi("/v1/chat/completions", copy_scope=False)
-    async def chat_completions(scope: Scope, receive: Receive, send: Send) -> None:
-        await _serve(gateway, Exchange(scope, receive, send), "/v1/chat/completions", _chat)
 
-    @asgi("/v1/completions", copy_scope=False)
-    async def completions(scope: Scope, receive: Receive, send: Send) -> None:
-        await _serve(gateway, Exchange(scope, receive, send), "/v1/completions", _completion)
+def _route(gateway: Gateway, route: Route, read: _Reader) -> ASGIApp:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await _serve(gateway, exchange, route, read)
+        except Exception as error:
+            if exchange.started:
+                raise
+            own = error if isinstance(error, HeadstartError) else report_unexpected(error, exchange.id)
+            headers = [(name.encode(), value.encode()) for name, value in error_headers(own).items()]
+            await exchange.answer(headers, encode_error(own), own.status)
 
-    return [chat_completions, completions]
+    return answer
 
 
 class _Job(msgspec.Struct, frozen=True):
@@ -69,6 +76,9 @@ class _Job(msgspec.Struct, frozen=True):
     planner: Planner
     format: AnswerFormat
     terms: Terms
+
+
+_Reader = Callable[[Gateway, bytes, Caller], _Job]
 
 
 def _chat(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
@@ -117,10 +127,8 @@ def _prompt_text(gateway: Gateway, body: CompletionRequest, token_ids: Sequence[
     return prompt if isinstance(prompt, str) else gateway.renderer.decode(token_ids)
 
 
-async def _serve(
-    gateway: Gateway, exchange: Exchange, route: Route, read: Callable[[Gateway, bytes, Caller], _Job]
-) -> None:
-    """Answer one request. Errors before the first byte are left to the exception handlers."""
+async def _serve(gateway: Gateway, exchange: Exchange, route: Route, read: _Reader) -> None:
+    """Answer one request. Errors before the first byte are raised."""
     if exchange.method != "POST":
         raise MethodNotAllowedError("Use POST.", allowed="POST")
     arrived = time.monotonic()

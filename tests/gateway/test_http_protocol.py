@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 
 from gateway import http_protocol
+from gateway.api.exchange import CONNECTION, ClientGone, Exchange
 from gateway.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS, LimitedHttpProtocol
 
 from .conftest import until
@@ -298,6 +299,44 @@ def test_a_client_that_has_left_is_noticed_before_its_answer_begins(version: byt
     _play(scenario, application)
 
 
+@pytest.mark.parametrize(
+    "requests",
+    [
+        _POST + b"content-length: 1\r\n\r\nx",
+        _POST + b"content-length: 300000\r\n\r\n" + b"x" * 300_000,  # reading pauses behind so much
+        2 * (_POST + b"content-length: 1\r\n\r\nx"),
+    ],
+    ids=["short", "long", "pipelined"],
+)
+@pytest.mark.parametrize("early", [False, True])
+def test_a_watched_block_ends_when_the_client_leaves(requests: bytes, early: bool) -> None:
+    read, left, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.body(2**20)
+        read.set()
+        if early:  # it has left before it is watched
+            await left.wait()
+            while not scope["extensions"][CONNECTION].transport.is_closing():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        with pytest.raises(ClientGone):
+            async with exchange.watch():
+                await asyncio.Event().wait()
+        ended.set()
+
+    async def scenario(connect: Connect) -> None:
+        _, writer = await connect()
+        writer.write(requests)
+        await read.wait()
+        writer.transport.abort()
+        left.set()
+        await ended.wait()
+
+    _play(scenario, application)
+
+
 def test_who_shuts_its_side_in_the_middle_of_a_request_has_left() -> None:
     application = _Slow()
 
@@ -310,3 +349,27 @@ def test_who_shuts_its_side_in_the_middle_of_a_request_has_left() -> None:
 
     _play(scenario, application)
     assert not application.go_on.is_set()
+
+
+def test_a_block_that_was_left_hears_nothing_more() -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.body(100)
+        async with exchange.watch():
+            await exchange.answer([], b"1")
+        ended.set()
+        await left.wait()
+        await asyncio.sleep(0)
+        done.set()
+
+    ended, left, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def scenario(connect: Connect) -> None:
+        reader, writer = await connect()
+        writer.write(_POST + b"content-length: 1\r\n\r\nx")
+        assert (await _answer(reader))[0] == 200
+        writer.transport.abort()
+        left.set()
+        await done.wait()
+
+    _play(scenario, application)
