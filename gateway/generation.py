@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Set
-from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 import msgspec
@@ -25,6 +25,7 @@ from gateway.errors import (
 )
 from gateway.plan import Plan
 from gateway.replicas.base import CountedOutput, GenerationRequest, Replica, ReplicaState
+from gateway.routing.flight import Flight
 from gateway.routing.router import Router
 from gateway.tracing import describe, stage
 
@@ -50,6 +51,7 @@ class Terms(msgspec.Struct, frozen=True):
 
 
 _ALONE: Final = Terms()
+_NONE: Final[frozenset[str]] = frozenset()
 
 _RECOVERY_WAIT_S: Final = 30.0
 """How long a request whose replica died before its first token waits for one to come (back) up."""
@@ -174,6 +176,27 @@ class Generation:
             self.finish_reasons[output.index] = output.finish_reason
 
 
+class _Attempt:
+    """A request at one replica, in flight there until it is closed. Owned by the task that handles it."""
+
+    __slots__ = ("flight", "outputs")
+
+    def __init__(self, flight: Flight, outputs: AsyncGenerator[Output, None]) -> None:
+        self.flight: Final = flight
+        self.outputs: Final = outputs
+        flight.__enter__()
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """End it, with the ``error`` that it ended with."""
+        try:
+            await self.outputs.aclose()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self.flight.__exit__(None if error is None else type(error), error, None)
+
+
 class Dispatcher:
     """Sends planned requests to replicas and records what became of them.
 
@@ -214,17 +237,20 @@ class Dispatcher:
         Raises:
             OverloadedError: Too many requests are waiting or running.
         """
+        self._admit()
+        try:
+            yield
+        finally:
+            self.active -= 1
+
+    def _admit(self) -> None:
         if self.active >= self.max_queue:
             full = OverloadedError(f"{self.active} requests are waiting or running, which is the limit; try again.")
             self.refuse(full)
             raise full
         self.active += 1
-        try:
-            if self._on_load is not None:
-                self._on_load()
-            yield
-        finally:
-            self.active -= 1
+        if self._on_load is not None:
+            self._on_load()
 
     def refuse(self, error: HeadstartError) -> None:
         """Count a request that was sent to no replica, because of ``error``."""
@@ -242,14 +268,19 @@ class Dispatcher:
             OverloadedError: Too many requests are waiting or running.
             HeadstartError: What the planner raises, or why no replica could answer.
         """
-        admission = ExitStack()
-        admission.enter_context(self.admitted())
+        self._admit()
         account = self._accounting.open(arrived)
         try:
-            async with asyncio.timeout(self._timeout_s), AsyncExitStack() as stack:
-                account.generation = await self._open(planner, sampling, terms, stack, account)
-                with stage("decode"):
-                    yield account.generation
+            async with asyncio.timeout(self._timeout_s):
+                attempt, generation = await self._open(planner, sampling, terms, account)
+                account.generation = generation
+                try:
+                    with stage("decode"):
+                        yield generation
+                except BaseException as error:
+                    await attempt.close(error)
+                    raise
+                await attempt.close()
             account.close("ok")
         except TimeoutError:
             if account.generation is None and account.flight is not None:
@@ -270,7 +301,7 @@ class Dispatcher:
             account.close("failed")
             raise
         finally:
-            admission.close()
+            self.active -= 1
             account.tell()
             if account.generation is not None:
                 describe(account.generation.attributes)
@@ -278,13 +309,15 @@ class Dispatcher:
                     self._on_served(account.generation)
 
     async def _open(
-        self, planner: Planner, sampling: SamplingChoice, terms: Terms, stack: AsyncExitStack, account: Account
-    ) -> Generation:
+        self, planner: Planner, sampling: SamplingChoice, terms: Terms, account: Account
+    ) -> tuple[_Attempt, Generation]:
         """Wait for the first output; when a replica fails before it, try another one."""
         tried: Counter[str] = Counter()
         while True:
             try:
-                return await self._attempt(planner, sampling, terms, stack, account, await self._avoid(tried))
+                return await self._attempt(
+                    planner, sampling, terms, account, await self._avoid(tried) if tried else _NONE
+                )
             except (ReplicaLost, GenerationError) as error:
                 if all(replica.state is ReplicaState.STOPPED for replica in self._replicas.values()):
                     message = "The server has shut down; try another one, or this one again later."
@@ -309,10 +342,9 @@ class Dispatcher:
         planner: Planner,
         sampling: SamplingChoice,
         terms: Terms,
-        stack: AsyncExitStack,
         account: Account,
         avoid: Set[str],
-    ) -> Generation:
+    ) -> tuple[_Attempt, Generation]:
         with stage("plan"):
             planned = planner(avoid)
             plan = planned if isinstance(planned, Plan) else await planned
@@ -331,22 +363,23 @@ class Dispatcher:
             plan.tenant,
             terms.tenant.max_cached_blocks,
         )
-        async with AsyncExitStack() as attempt:
-            flight = account.flight = attempt.enter_context(self._router.dispatch(plan))
-            outputs = await attempt.enter_async_context(aclosing(replica.generate(request)))
+        attempt = _Attempt(self._router.dispatch(plan), replica.generate(request))
+        account.flight = attempt.flight
+        try:
             with stage("prefill"):
-                first = await anext(outputs)
-            flight.prefilled()
-            await stack.enter_async_context(attempt.pop_all())
-        return Generation(plan, terms, request.sampling, first, outputs, time.monotonic() - account.arrived)
+                first = await anext(attempt.outputs)
+            attempt.flight.prefilled()
+        except BaseException as error:
+            await attempt.close(error)
+            raise
+        ttft_s = time.monotonic() - account.arrived
+        return attempt, Generation(plan, terms, request.sampling, first, attempt.outputs, ttft_s)
 
     async def _avoid(self, tried: Counter[str]) -> Set[str]:
         """The replicas to leave out: those that failed the request, unless one of them is all there is.
 
         Waits for an engine that is started again when no other replica is there.
         """
-        if not tried:
-            return frozenset()
         deadline = time.monotonic() + _RECOVERY_WAIT_S
         while open_to := self._open_to(tried):
             ready = [replica for replica in open_to if replica.state is ReplicaState.READY]

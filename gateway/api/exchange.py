@@ -69,7 +69,7 @@ def name_response(app: ASGIApp) -> ASGIApp:
 
 
 class Connection(Protocol):
-    """Tells when a client leaves; ASGI itself does so only to a task that waits for nothing else."""
+    """What ASGI lacks: it tells of a client that leaves only to a task that waits for it, and sends each message."""
 
     def watch(self, gone: Callable[[], None]) -> None:
         """Call ``gone`` when the connection ends, at once if it has ended."""
@@ -77,18 +77,22 @@ class Connection(Protocol):
     def unwatch(self, gone: Callable[[], None]) -> None:
         """Do so no more."""
 
+    def join_next(self) -> None:
+        """Let what is sent next go out together with what is sent after it."""
+
 
 class Exchange:
     """Reads one request and writes one answer. Owned by the task that handles the request."""
 
-    __slots__ = ("_receive", "_scope", "_send", "started")
+    __slots__ = ("_head", "_receive", "_scope", "_send", "started")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
+        self._head: Message | None = None  # goes out with the first of the body
         self.started = False
-        """Whether the status line has gone out, after which an error can only be told in the body."""
+        """Whether the status is settled, after which an error can only be told in the body."""
 
     @property
     def method(self) -> str:
@@ -149,21 +153,21 @@ class Exchange:
     async def answer(self, headers: Headers, body: bytes, status: int = 200) -> None:
         """Send a whole JSON answer."""
         headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await self._start(headers, status)
+        self._start(headers, status)
         await self._send_body(body, more=False)
 
-    async def start_events(self, headers: Headers) -> None:
-        """Begin a stream of server-sent events."""
+    def start_events(self, headers: Headers) -> None:
+        """Begin a stream of server-sent events, with the next that are sent."""
         headers += [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),  # nginx would collect events otherwise
         ]
-        await self._start(headers)
+        self._start(headers)
 
-    async def start_relay(self, status: int, headers: Headers) -> None:
-        """Begin an answer that somebody else gives."""
-        await self._start(headers, status)
+    def start_relay(self, status: int, headers: Headers) -> None:
+        """Begin an answer that somebody else gives, with the next of it that is sent."""
+        self._start(headers, status)
 
     async def send_events(self, data: bytes) -> None:
         """Send one or more events; waits while the client does not read."""
@@ -181,16 +185,24 @@ class Exchange:
 
     def watch(self) -> ClientWatch:
         """A block that is cancelled when the client leaves. Only after ``body``."""
-        extensions: Any = self._scope["extensions"]
-        return ClientWatch(extensions[CONNECTION])
+        return ClientWatch(self._connection)
 
-    async def _start(self, headers: Headers, status: int = 200) -> None:
+    @property
+    def _connection(self) -> Connection:
+        extensions: Any = self._scope["extensions"]
+        connection: Connection = extensions[CONNECTION]
+        return connection
+
+    def _start(self, headers: Headers, status: int = 200) -> None:
         self.started = True
         headers.append((b"x-request-id", self.id.encode()))
-        message: Message = {"type": "http.response.start", "status": status, "headers": headers}
-        await self._send(message)
+        self._head = {"type": "http.response.start", "status": status, "headers": headers}
 
     async def _send_body(self, data: bytes, *, more: bool) -> None:
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._connection.join_next()
+            await self._send(head)
         message: Message = {"type": "http.response.body", "body": data, "more_body": more}
         await self._send(message)
 

@@ -207,7 +207,8 @@ async def _answer(exchange: Exchange, generation: Generation, format: AnswerForm
 
 
 async def _stream(exchange: Exchange, generation: Generation, format: AnswerFormat) -> None:
-    await exchange.start_events(_headers(generation))
+    exchange.start_events(_headers(generation))
+    begun = False
     events = b"".join([format.opening_event(index) for index in range(generation.n)])
     async for output in generation:
         logprobs = format.logprobs(output.index, output.logprobs)
@@ -217,9 +218,9 @@ async def _stream(exchange: Exchange, generation: Generation, format: AnswerForm
             events += format.finish_event(output.index, output.finish_reason)
         if generation.ended:
             await exchange.end_events(events + format.closing_events(_usage(generation)))
-        elif events:
+        elif events or not begun:
             await exchange.send_events(events)
-            events = b""
+            events, begun = b"", True
 
 
 def _usage(generation: Generation) -> Usage:

@@ -88,7 +88,7 @@ async def _answer(exchange: Exchange, forwarding: Forwarding) -> None:
         (b"x-headstart-order", forwarding.plan.order.encode()),
         (b"x-headstart-note", _UNPRINTABLE.sub("?", forwarding.plan.note or "").encode()),
     ]
-    await exchange.start_relay(forwarding.status, headers)
+    exchange.start_relay(forwarding.status, headers)
     if first:
         await exchange.send_events(first)
     async for data in chunks:

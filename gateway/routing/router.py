@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Set
 from typing import Final
 
 import msgspec
@@ -186,16 +185,14 @@ class Router:
         curves = self._curves(ready)
         return [self._candidate(state, curves[state.replica.id], state in drawn) for state in room]
 
-    @contextmanager
-    def dispatch(self, plan: Plan) -> Iterator[Flight]:
-        """Count a request at its replica for the length of the block, and learn from how it ends there."""
+    def dispatch(self, plan: Plan) -> Flight:
+        """A request that goes to its replica now: a block for as long as it is there, which learns from its end."""
         state = self._states[plan.replica_id]
         self._dispatches += 1
         state.last_dispatch = self._dispatches
         if self._on_dispatch is not None:
             self._on_dispatch(plan.replica_id)
-        with Flight(state.log, self._clock, plan, self.index) as flight:
-            yield flight
+        return Flight(state.log, self._clock, plan, self.index)
 
     def held_elsewhere(self, plan: Plan) -> int:
         """How many tokens at the front of a plan's prompt the best of the other ready replicas holds."""
