@@ -41,13 +41,15 @@ SamplingChoice = Callable[[Plan, EngineInfo], Sampling]
 class Terms(msgspec.Struct, frozen=True):
     """What is asked of a replica whatever the prompt is: how many choices, and the rules for its caller.
 
-    ``prompt_only`` throws away what is generated: a replica generates one token at least.
+    ``prompt_only`` throws away what is generated: a replica generates one token at least. ``whole`` is as in
+    ``GenerationRequest``.
     """
 
     n: int = 1
     service_class: ClassConfig = ClassConfig()
     tenant: TenantConfig = TenantConfig()
     prompt_only: bool = False
+    whole: bool = False
 
 
 _ALONE: Final = Terms()
@@ -362,6 +364,7 @@ class Dispatcher:
             terms.service_class.max_running,
             plan.tenant,
             terms.tenant.max_cached_blocks,
+            terms.whole,
         )
         attempt = _Attempt(self._router.dispatch(plan), replica.generate(request))
         account.flight = attempt.flight

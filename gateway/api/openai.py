@@ -91,7 +91,7 @@ def _chat(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
         asked,
         lambda avoid: path.plan_chat(body, caller, avoid),
         ChatFormat(body.model, gateway.renderer.spellings, _shown(body, asked.logprobs)),
-        _terms(gateway, caller, asked),
+        _terms(gateway, caller, asked, whole=not body.stream),
     )
 
 
@@ -106,7 +106,7 @@ def _completion(gateway: Gateway, data: bytes, caller: Caller) -> _Job:
         asked,
         lambda avoid: path.plan_completion(body, caller, avoid),
         CompletionFormat(body.model, spellings, shown, partial(_prompt_text, gateway, body) if body.echo else None),
-        _terms(gateway, caller, asked),
+        _terms(gateway, caller, asked, whole=not body.stream),
     )
 
 
@@ -115,9 +115,13 @@ def _shown(body: SamplingFields, logprobs: int | None) -> Shown:
     return Shown(with_usage, logprobs, body.prompt_logprobs)
 
 
-def _terms(gateway: Gateway, caller: Caller, asked: Asked) -> Terms:
+def _terms(gateway: Gateway, caller: Caller, asked: Asked, *, whole: bool) -> Terms:
     return Terms(
-        asked.generated, gateway.service_class(caller), gateway.tenant(caller), prompt_only=asked.max_tokens == 0
+        asked.generated,
+        gateway.service_class(caller),
+        gateway.tenant(caller),
+        prompt_only=asked.max_tokens == 0,
+        whole=whole,
     )
 
 

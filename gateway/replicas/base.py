@@ -43,7 +43,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
     ``token_ids`` is the whole prompt, ``root`` the first parent of its block keys (its cache namespace). ``n`` answers
     to it are wanted. ``priority`` and ``class_limit`` are those of its class, ``max_cached_blocks`` is the quota of
-    the tenant ``owner`` (see ``engine.wire.Submit``).
+    the tenant ``owner`` (see ``engine.wire.Submit``). ``whole``: the answer is wanted as one; all outputs behind the
+    first may come together.
     """
 
     token_ids: list[int]
@@ -55,6 +56,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     class_limit: int = 0
     owner: str = ""
     max_cached_blocks: int = 0
+    whole: bool = False
 
     def submit(self, id: int) -> Submit:
         """The message that starts it at one of our engines, as request ``id`` of the connection."""

@@ -114,7 +114,8 @@ class HttpClient:
 class HttpConnection(asyncio.Protocol):
     """One connection. Owned by the one request that uses it, between requests by its client.
 
-    ``status`` and ``headers`` (names as they came) are there once ``head`` has returned.
+    ``status`` and ``headers`` (names as they came) are there once ``head`` has returned. ``heard_at`` is when something
+    came last, by the loop's clock.
     """
 
     __slots__ = (
@@ -127,12 +128,15 @@ class HttpConnection(asyncio.Protocol):
         "_head_bytes",
         "_headed",
         "_keep_alive",
+        "_least",
+        "_loop",
         "_parser",
         "_paused",
         "_size",
         "_transport",
         "_waiter",
         "headers",
+        "heard_at",
         "idle_since",
         "status",
     )
@@ -141,6 +145,7 @@ class HttpConnection(asyncio.Protocol):
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.idle_since = 0.0
+        self.heard_at = 0.0
         self._client: Final = client
         self._parser: Final = HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
@@ -155,6 +160,8 @@ class HttpConnection(asyncio.Protocol):
         self._framed = False
         self._keep_alive = False
         self._head_bytes = 0
+        self._least = 0
+        self._loop: Final = asyncio.get_running_loop()
 
     @property
     def usable(self) -> bool:
@@ -179,7 +186,7 @@ class HttpConnection(asyncio.Protocol):
         """Begin a request, its ``head`` made by the client. The answer is read by ``head`` and ``read``."""
         self.headers = []
         self._headed = self._complete = self._framed = self._keep_alive = False
-        self._head_bytes = 0
+        self._head_bytes = self._least = 0
         if self._transport is not None:
             self._transport.writelines((b"%bcontent-length: %d\r\n\r\n" % (head, len(body)), body))
 
@@ -188,11 +195,13 @@ class HttpConnection(asyncio.Protocol):
         while not self._headed:
             await self._more()
 
-    async def read(self) -> bytes:
-        """What has come of the body, waiting for some; nothing at its end. Raises ``OSError``."""
-        while not self._chunks:
-            if self._complete:
-                return b""
+    async def read(self, least: int = 1) -> bytes:
+        """What has come of the body, waiting for some; nothing at its end. Raises ``OSError``.
+
+        Who wants all of it asks for at ``least`` so many bytes, to be woken once instead of for each packet.
+        """
+        self._least = least
+        while self._size < least and not self._complete:
             await self._more()
         chunks = self._chunks
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -215,7 +224,7 @@ class HttpConnection(asyncio.Protocol):
             self._client.take_back(self, at_end=True)
         elif ending:
             self._client.take_back(self, at_end=False)
-            self._ending = asyncio.get_running_loop().call_later(_ENDING_TIMEOUT_S, self.close)
+            self._ending = self._loop.call_later(_ENDING_TIMEOUT_S, self.close)
         else:
             self.close()
 
@@ -260,7 +269,9 @@ class HttpConnection(asyncio.Protocol):
         elif self._size > _READ_AHEAD_BYTES and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
-        self._wake()
+        self.heard_at = self._loop.time()
+        if self._size >= self._least or self._complete:
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The server has closed it, or it is gone."""
@@ -306,7 +317,7 @@ class HttpConnection(asyncio.Protocol):
     async def _more(self) -> None:
         if self._error is not None:
             raise self._error
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._loop.create_future()
         try:
             await self._waiter
         finally:

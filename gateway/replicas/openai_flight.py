@@ -68,8 +68,8 @@ class Flight:
         await connection.head()
         return connection
 
-    async def read(self) -> bytes:
-        """The next bytes of the body, none at its end. Raises ``OSError``."""
+    async def read(self, least: int = 1) -> bytes:
+        """The next bytes of the body, at ``least`` so many, none at its end. Raises ``OSError``."""
         if self.loss is not None:
             raise ConnectionAbortedError
         assert self._connection is not None, "a flight is opened first"
@@ -77,7 +77,7 @@ class Flight:
         if self._timer is None and self.produced:
             self._timer = self._loop.call_at(self._waits_since + self._idle_timeout_s, self._check_idle)
         try:
-            return await self._connection.read()
+            return await self._connection.read(least)
         finally:
             self._waits_since = None
 
@@ -114,7 +114,8 @@ class Flight:
 
     def _check_idle(self) -> None:
         now, since = self._loop.time(), self._waits_since
-        due = (now if since is None else since) + self._idle_timeout_s
+        heard_at = 0.0 if self._connection is None else self._connection.heard_at
+        due = (now if since is None else max(since, heard_at)) + self._idle_timeout_s
         if due <= now:
             self.lose(f"nothing more came for {self._idle_timeout_s:g} s")
         else:

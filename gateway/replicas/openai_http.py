@@ -38,6 +38,9 @@ _BLOCK_SIZE: Final = 16
 _NOT_THE_CALLERS: Final = frozenset({401, 403, 404, 405, 407, 408})
 """4xx answers that are about how this gateway asks, and so for its operator to mend."""
 
+_WHOLE_BYTES: Final = 64 * 1024
+"""Of an answer that nobody waits for piece by piece so much is taken in before it is read."""
+
 _LAST_EVENT: Final = b"data: [DONE]"
 _STREAM_END: Final = _LAST_EVENT + b"\r\n\r\n"
 
@@ -248,11 +251,14 @@ class OpenAIReplica(ReplicaLife):
         self._take_off(flight)
         try:
             await self._open(flight, self._server, body)
-            while not answer.done and (data := await flight.read()):
+            least = 1  # the first output tells when the prompt was computed; who wants all may wait for the rest
+            while not answer.done and (data := await flight.read(least)):
                 for event in events.feed(data):
                     for output in answer.read(event):
                         flight.produced = True
                         yield output
+                if request.whole and flight.produced:
+                    least = _WHOLE_BYTES
             last = answer.end()
             flight.finish()
             if last.cached_tokens is None:

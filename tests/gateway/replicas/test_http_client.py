@@ -159,6 +159,30 @@ def test_what_is_no_whole_answer_is_an_error_and_its_connection_is_not_used_agai
     run(main())
 
 
+def test_who_wants_all_of_an_answer_is_not_woken_before_it_is_there() -> None:
+    go_on = asyncio.Event()
+
+    async def answer(writer: asyncio.StreamWriter, _request: bytes) -> None:
+        writer.write(CHUNKS[:-20])
+        await go_on.wait()
+        writer.write(CHUNKS[-20:])
+
+    async def main() -> None:
+        async with client_of(answer) as (client, _server):
+            connection = await ask(client)
+            reading = asyncio.create_task(connection.read(1000))
+            first = connection.heard_at
+            await asyncio.sleep(0)
+            assert not reading.done()
+            go_on.set()
+            assert await reading == b"hello"
+            assert connection.heard_at >= first > 0
+            assert await connection.read() == b""
+            connection.release()
+
+    run(main())
+
+
 def test_a_connection_is_not_used_again_before_its_answer_was_read() -> None:
     async def main() -> None:
         async with client_of(saying(LENGTH)) as (client, server):
