@@ -76,9 +76,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if gone in self._watchers:
             self._watchers.remove(gone)
 
+    @property
+    def has_body(self) -> bool:
+        """Whether the body of the request in hand has come: it need not be waited for."""
+        return not self.cycle.more_body  # of pipelined requests it is the last one, whose body comes last
+
     def join_next(self) -> None:
         """Let what is written next go out together with what is written after it."""
         self._joining.join_next()
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Send more of an answer in chunks that has begun; False where the client has to be waited for."""
+        if self.flow.write_paused:
+            return False
+        self._joining.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected; the clock for its first request starts."""

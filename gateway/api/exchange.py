@@ -77,20 +77,30 @@ class Connection(Protocol):
     def unwatch(self, gone: Callable[[], None]) -> None:
         """Do so no more."""
 
+    @property
+    def has_body(self) -> bool:
+        """Whether the body of the request in hand has come: it need not be waited for."""
+        ...
+
     def join_next(self) -> None:
         """Let what is sent next go out together with what is sent after it."""
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Send more of an answer in chunks that has begun; False where the client has to be waited for."""
+        ...
 
 
 class Exchange:
     """Reads one request and writes one answer. Owned by the task that handles the request."""
 
-    __slots__ = ("_head", "_receive", "_scope", "_send", "started")
+    __slots__ = ("_chunked", "_head", "_receive", "_scope", "_send", "started")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
         self._head: Message | None = None  # goes out with the first of the body
+        self._chunked = False  # its length is not told
         self.started = False
         """Whether the status is settled, after which an error can only be told in the body."""
 
@@ -129,6 +139,8 @@ class Exchange:
                 raise _too_large(limit)
             if name == b"content-encoding" and value.lower() != b"identity":
                 raise InvalidRequestError("Compressed bodies are not accepted: send plain JSON.")
+        if self._connection.has_body:
+            return await self._read(limit)
         try:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
                 return await self._read(limit)
@@ -164,6 +176,7 @@ class Exchange:
             (b"x-accel-buffering", b"no"),  # nginx would collect events otherwise
         ]
         self._start(headers)
+        self._chunked = True
 
     def start_relay(self, status: int, headers: Headers) -> None:
         """Begin an answer that somebody else gives, with the next of it that is sent."""
@@ -171,6 +184,8 @@ class Exchange:
 
     async def send_events(self, data: bytes) -> None:
         """Send one or more events; waits while the client does not read."""
+        if self._head is None and self._chunked and data and self._connection.write_chunk(data):
+            return
         await self._send_body(data, more=True)
 
     async def end_events(self, data: bytes) -> None:

@@ -205,6 +205,11 @@ class FleetIndex:
         belief = self._beliefs.get(replica_id)
         return self._known(belief) if belief is not None and belief.believed else _NOTHING
 
+    def believes(self, replica_id: str) -> bool:
+        """Whether requests are placed by what the index says of a replica; also before it was ready."""
+        belief = self._beliefs.get(replica_id)
+        return belief is None or belief.believed
+
     def trust(self, replica_id: str) -> IndexTrust | None:
         """How far the index of a replica can be trusted; None before the replica was ready for the first time."""
         belief = self._beliefs.get(replica_id)

@@ -177,7 +177,8 @@ class Router:
         total = sum(state.log.in_flight for state in ready)
         limit = max(_FREE_SLOTS, math.ceil(_LOAD_FACTOR * (total + 1) / len(ready)))
         # Longest idle first: equal candidates take turns.
-        ready.sort(key=lambda state: (state.last_dispatch, state.replica.id))
+        if len(ready) > 1:
+            ready.sort(key=lambda state: (state.last_dispatch, state.replica.id))
         room = [state for state in ready if state.log.in_flight < limit]
         drawn = room
         if len(room) > _ALL_LOOKED_AT and any(state.log.in_flight >= _FREE_SLOTS for state in ready):
@@ -231,6 +232,8 @@ class Router:
         neither shunned nor preferred for it.
         """
         curves = {state.replica.id: self._cost(state) for state in states}
+        if len(curves) == 1:
+            return curves
         measured = sorted(
             ((curve.seconds(_TYPICAL_TOKENS, 0), id) for id, curve in curves.items() if _is_fitted(curve)),
         )
@@ -243,7 +246,6 @@ class Router:
     def _candidate(self, state: _ReplicaState, curve: PrefillCurve, drawn: bool) -> Candidate:
         replica = state.replica
         assert replica.info is not None, "a ready replica has said what it serves"
-        trust = self.index.trust(replica.id)
         return Candidate(
             replica.id,
             replica.info,
@@ -253,7 +255,7 @@ class Router:
             curve,
             drawn,
             state.breaker.state is BreakerState.HALF_OPEN,
-            trust is None or trust.believed,
+            self.index.believes(replica.id),
         )
 
     def _cost(self, state: _ReplicaState) -> PrefillCurve:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,14 @@ def test_a_body_that_does_not_come_is_the_clients_fault(monkeypatch: pytest.Monk
     async def receive() -> Any:
         await asyncio.Event().wait()
 
+    scope: Any = {
+        "headers": [(b"content-length", b"9")],
+        "extensions": {exchange.CONNECTION: SimpleNamespace(has_body=False)},
+    }
+
     async def scenario() -> None:
         with pytest.raises(BodyTimeoutError) as caught:
-            await Exchange({"headers": [(b"content-length", b"9")]}, receive, None).body(100)
+            await Exchange(scope, receive, None).body(100)
         assert caught.value.status == 408
 
     asyncio.run(scenario())
