@@ -21,7 +21,7 @@ from gateway.errors import ConfigError
 from gateway.http_protocol import LimitedHttpProtocol
 from gateway.service import Gateway
 
-__all__ = ["run", "serve", "serving"]
+__all__ = ["run", "serve", "serving", "settle_memory"]
 
 _T = TypeVar("_T")
 
@@ -39,6 +39,16 @@ def run(main: Coroutine[Any, Any, _T]) -> _T:
         return runner.run(main)
 
 
+def settle_memory() -> None:
+    """Take what there is for permanent: a full collection would go through all of it, 90 ms at a time.
+
+    For a process that does nothing but serve, when it is about to.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
+
+
 async def serve(
     gateway: Gateway, *, on_listening: Callable[[str], None] | None = None, start_timeout: float | None = None
 ) -> None:
@@ -53,7 +63,6 @@ async def serve(
             try of one has failed while none served: going on would only hide the reason.
     """
     async with _listening(gateway, handle_signals=True) as (server, url):
-        _settle_memory()
         if on_listening is not None:
             on_listening(url)
         ended = asyncio.create_task(server.ended.wait(), name="until-signal")
@@ -65,13 +74,6 @@ async def serve(
                 await first_start
             first_start.cancel()
         await ended
-
-
-def _settle_memory() -> None:
-    """Take what was made at the start for permanent: a full collection would go through all of it, 90 ms at a time."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 @contextlib.asynccontextmanager

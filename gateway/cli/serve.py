@@ -112,12 +112,14 @@ async def _serve(gateway: Gateway) -> None:
 
     from gateway.configuration import has_remote_replicas
     from gateway.server import serve as serve_http
+    from gateway.server import settle_memory
 
     log = structlog.get_logger("headstart.serve")
 
     def announce(url: str) -> None:
         log.info("listening", api=f"{url}/v1", dashboard=f"{url}/dashboard")
 
+    settle_memory()
     await serve_http(
         gateway, on_listening=announce, start_timeout=None if has_remote_replicas(gateway.config) else _START_TIMEOUT_S
     )
