@@ -118,11 +118,11 @@ def _serve(scenario: Callable[[int], Awaitable[None]], kept: Sequence[asyncio.St
         listener.listen()
         serving = asyncio.create_task(server.serve())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await scenario(listener.getsockname()[1])
         finally:
             server.stop()
-            await asyncio.wait_for(serving, 5)
+            await asyncio.wait_for(serving, 60)
             for writer in kept:
                 writer.close()
                 with contextlib.suppress(ConnectionError):
