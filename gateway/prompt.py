@@ -76,17 +76,17 @@ class PromptRenderer:
         if not definition_path.is_file():
             raise ConfigError(f"{definition_path} is missing: a model folder needs its fast tokenizer.")
         self._tokenizer: Final = _load(definition_path)
-        definition = _read_json(definition_path)
+        definition, vocab_size = _read_definition(definition_path)
+        self.vocab_size: Final = vocab_size
         settings = _read_json(folder / "tokenizer_config.json")
         template = _template_source(folder, settings)
         self._template: Final = None if template is None else ChatTemplate(template, _special_spellings(settings))
-        self.vocab_size: Final = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.spellings: Final = TokenSpellings(self._tokenizer)
         self._rule: Final = cut_rule(definition)
         self._segment_capacity: Final = segment_capacity
         self._by_words = True
         self._segments = self._segment_encoder(self._tokenizer, definition, segment_capacity)
-        self._guard: Final = _Guard(definition, self._template.literal_text if self._template else "")
+        self._guard: Final = _Guard(definition, definition_path, self._template.literal_text if self._template else "")
         if not lazy:
             _ = self._guarded_segments
 
@@ -265,7 +265,8 @@ class _Guard:
     the marks vanish. Names and marks are random per process, so that no text can contain them.
     """
 
-    def __init__(self, definition: dict[str, Any], template_text: str) -> None:
+    def __init__(self, definition: dict[str, Any], path: Path, template_text: str) -> None:
+        """``definition`` is that of the ``tokenizer.json`` at ``path``, with or without its vocabulary."""
         nonce = secrets.token_hex(8)
         self._open, self._close = f"\U000f0000{nonce}<", f">{nonce}\U000f0000"
         self._names = {
@@ -277,15 +278,22 @@ class _Guard:
         opening, closing = re.escape(self._open), re.escape(self._close)
         self._spelling: Final = re.compile(spelling)
         self._swap: Final = re.compile(f"{opening}({spelling}){closing}|{opening}|{closing}|({spelling})")
-        self._definition: Final = definition
+        self._path: Final = path
 
     def spelled_in(self, value: Any) -> bool:
         """Whether any string within ``value`` spells a control token."""
-        if isinstance(value, str):
-            return self._spelling.search(value) is not None
-        if isinstance(value, dict):
-            return any(self.spelled_in(item) for pair in value.items() for item in pair)
-        return isinstance(value, list) and any(map(self.spelled_in, value))
+        search, waiting = self._spelling.search, [value]
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, str):
+                if search(item):
+                    return True
+            elif isinstance(item, dict):
+                waiting += item
+                waiting += item.values()
+            elif isinstance(item, list):
+                waiting += item
+        return False
 
     def refuse_hopeless(self, texts: Iterable[str], limit: int) -> None:
         """Raise ``TooManyTokens`` when ``texts`` spell more than ``limit`` control tokens.
@@ -318,7 +326,7 @@ class _Guard:
 
         None where that cannot be.
         """
-        names, definition = self._names, self._definition
+        names, definition = self._names, _read_json(self._path)
         model = dict(definition["model"])
         vocabulary = model.get("vocab")
         if isinstance(vocabulary, dict):
@@ -398,6 +406,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds no JSON object.")
     return value
+
+
+def _read_definition(path: Path) -> tuple[dict[str, Any], int]:
+    """What ``tokenizer.json`` says of a tokenizer besides its vocabulary and merges, and one more than the highest id.
+
+    Those are nearly all of it, and the tokenizer itself has read them.
+    """
+    fields = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+    model = msgspec.json.decode(fields.pop("model"), type=dict[str, msgspec.Raw])
+    vocabulary = msgspec.json.decode(model.pop("vocab"))
+    model.pop("merges", None)
+    definition = {key: msgspec.json.decode(raw) for key, raw in fields.items()}
+    definition["model"] = {key: msgspec.json.decode(raw) for key, raw in model.items()}
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    added = [token["id"] for token in definition.get("added_tokens") or ()]
+    return definition, 1 + max(chain(ids, added))
 
 
 def _load(path: Path) -> Tokenizer:

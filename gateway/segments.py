@@ -13,7 +13,7 @@ import enum
 import re
 import unicodedata
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final
@@ -60,6 +60,7 @@ _CLAUSES: Final = {
 _SHORT: Final = 96
 """Pieces with less characters are not worth cutting again."""
 
+_LATEST: Final = 4
 _MEMORABLE: Final = 8192
 _MOST_BEGUN: Final = 1024
 
@@ -180,7 +181,8 @@ class SegmentEncoder:
         self._capacity = capacity
         self._pieces: OrderedDict[str, bytes] = OrderedDict()
         self._held = 0
-        self._latest: tuple[str, list[tuple[str, bytes]]] = ("", [])  # what was encoded last, to be asked of again
+        # What was encoded last, to be asked of again: maybe one prompt in several orders of its documents.
+        self._latest: deque[tuple[str, list[tuple[str, bytes]]]] = deque(maxlen=_LATEST)
         self._begun: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # the same of pieces that many prompts have
 
     def encode(self, text: str, limit: int | None = None, places: Sequence[int] = ()) -> bytes:
@@ -207,7 +209,7 @@ class SegmentEncoder:
 
     def join(self, text: str, pieces: list[tuple[str, bytes]]) -> bytes:
         """The ids of ``text``, which these ``pieces`` make up: each with its ids, encoded here before."""
-        self._latest = text, pieces
+        self._latest.append((text, pieces))
         return b"".join([data for _, data in pieces])
 
     def encode_whole(self, text: str, limit: int | None = None) -> bytes:
@@ -230,8 +232,8 @@ class SegmentEncoder:
         """
         counts: list[int] = []
         start = tokens = at = 0
-        latest, walked = self._latest
-        if latest != text:
+        walked = next((pieces for latest, pieces in self._latest if latest == text), None)
+        if walked is None:
             walked = [(piece, self._remember(piece, None)) for piece in self.pieces(text)]
         for piece, data in walked:
             end = start + len(piece)

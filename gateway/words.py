@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from string import digits
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -24,6 +25,7 @@ __all__ = ["WordEncoder"]
 _MAX_WORDS: Final = 1 << 16
 """Words remembered, some 12 MB; when there are more, all are forgotten."""
 _MAX_CHARS: Final = 32
+_BEFORE_DIGITS: Final = f" {digits}"
 
 _CLASS: Final = re.compile(r"\[[^\]]*\]")
 _PROPERTY: Final = re.compile(r"\\p\{(\w+)\}")
@@ -50,7 +52,7 @@ class WordEncoder:
         if steps is None:
             raise ValueError("this tokenizer's words are not known for certain")
         self._steps: Final = steps
-        self._words: Final = _Words(tokenizer)
+        self._words: Final = _Words(tokenizer, definition)
         added = [token for token in definition.get("added_tokens") or () if token["content"].isascii()]
         self._added: Final = {token["content"]: token_bytes([token["id"]]) for token in added}
         # Those that are looked for in the text as it came are found first, however it continues.
@@ -88,13 +90,24 @@ class WordEncoder:
 
 
 class _Words(dict[str, bytes]):
-    """The ids of each word, looked up once."""
+    """The ids of each word, looked up once; those of numbers put together from their digits, where they are just that.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Hardly a number comes twice.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, definition: Mapping[str, Any]) -> None:
         super().__init__()
         self._model = tokenizer.model  # what is left to do once a text is cut into words
+        whole = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+        # Merges begin with two characters, whose token is in the vocabulary.
+        merged = (f"{one}{digit}" for one in f"{' '.translate(_BYTE_LEVEL)}{digits}" for digit in digits)
+        self._digits_alone = not any(definition["model"].get(key) for key in whole) and not any(
+            tokenizer.token_to_id(pair) is not None for pair in merged
+        )
 
     def __missing__(self, word: str) -> bytes:
+        if self._digits_alone and len(word) > 1 and word[1:].isdigit() and word[0] in _BEFORE_DIGITS:
+            return b"".join(map(self.__getitem__, word))
         data = token_bytes([token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL))])
         if len(word) <= _MAX_CHARS:
             if len(self) >= _MAX_WORDS:

@@ -59,8 +59,10 @@ def attribute(sighting: Sighting, verdicts: Sequence[Verdict]) -> list[Loss]:
     tokens: dict[Cause, int] = {}
     longest: dict[Cause, tuple[int, int]] = {}  # tokens, first of them
     for cause, start, end in runs(sighting, verdicts):
-        tokens[cause] = tokens.get(cause, 0) + end - start
-        longest[cause] = max(longest.get(cause, (0, 0)), (end - start, start), key=lambda run: run[0])
+        lost = end - start
+        tokens[cause] = tokens.get(cause, 0) + lost
+        if cause not in longest or lost > longest[cause][0]:
+            longest[cause] = lost, start
     return [
         Loss(cause, lost, longest[cause][1], _part_at(sighting.ends, longest[cause][1]))
         for cause, lost in tokens.items()

@@ -8,7 +8,7 @@ why its tokens are not cached: had that difference not been, they would be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, get_args
 
 import msgspec
@@ -47,6 +47,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 _Level = Literal["evicted", "namespace", "text_form", "tool_order", "volatile", "document_order"]
 _LEVELS: Final[tuple[_Level, ...]] = get_args(_Level)
+_MOSTLY_THE_FIRST: Final[frozenset[_Level]] = frozenset({"namespace", "text_form", "volatile"})
 _DOCUMENT: Final = 0x9E3779B97F4A7C15  # keeps the digests of single documents apart from those of beginnings
 
 
@@ -54,11 +55,13 @@ class PartHistory:
     """What was asked for, as 64-bit digests with the number of the request that asked first.
 
     Owns them; belongs to one thread. Bounded: the latest ``capacity`` to twice as many digests per level, some 100
-    bytes each, six levels. A beginning that is asked for again is kept.
+    bytes each, six levels. A beginning that is asked for again is kept. Levels on which no prompt has yet differed from
+    what it is on the first are that one.
     """
 
     def __init__(self, capacity: int) -> None:
-        self._seen: Final = {level: _Generations(capacity) for level in _LEVELS}
+        self._seen: Final = {level: _Generations(capacity) for level in _LEVELS if level not in _MOSTLY_THE_FIRST}
+        self._here: int | None = None  # the namespace, as long as there is only one
 
     def judge(self, namespace: bytes, parts: Sequence[Part], serial: int) -> list[Verdict]:
         """Why each of ``parts`` would be missed, given all prompts before; takes this one in as number ``serial``.
@@ -71,6 +74,7 @@ class PartHistory:
         own = [digest ^ here for digest in raw]
         chains: dict[_Level, list[int]] = {"evicted": own, "namespace": raw, "text_form": own}
         spelled = texts
+        kinds = [part.kind for part in parts]
         # Most prompts differ on no further level, and on each that they do all that was hashed is hashed again.
         if any(part.spelling is not None for part in parts):
             spelled = [
@@ -78,28 +82,29 @@ class PartHistory:
                 for part, text in zip(parts, texts, strict=True)
             ]
             chains["text_form"] = [digest ^ here for digest in _chain(spelled)]
-        if any(part.kind == "tools" for part in parts):  # without tools it is the same with its tools sorted
+        if "tools" in kinds:  # without tools it is the same with its tools sorted
             spelled = [
                 text if part.spelling is None else _bytes(part.spelling)
                 for part, text in zip(parts, texts, strict=True)
             ]
             chains["tool_order"] = [digest ^ here for digest in _chain(spelled)]
-        if any(part.kind == "value" or part.fixed is not None for part in parts):
+        fixed = spelled
+        chains["volatile"] = chains.get("tool_order") or chains["text_form"]
+        if "value" in kinds or any(part.fixed is not None for part in parts):
             fixed = [
                 b"\0" if part.kind == "value" else text if part.fixed is None else _bytes(part.fixed)
                 for part, text in zip(parts, spelled, strict=True)
             ]
             chains["volatile"] = [digest ^ here for digest in _chain(fixed)]
-        else:
-            fixed = spelled
-            chains["volatile"] = chains.get("tool_order") or chains["text_form"]
+        self._tell_apart(chains, here)
         verdicts: list[Verdict | None] = [None] * len(parts)
         depth, witness = 0, None
+        first = self._seen["evicted"].known(own, serial)
         for level, chain in chains.items():
-            known, latest = self._seen[level].known(chain, serial)
-            for index in range(known):
-                if verdicts[index] is None:
-                    verdicts[index] = Verdict(level, depth, witness)
+            seen = self._seen.get(level)
+            known, latest = first if seen is None or level == "evicted" else seen.known(chain, serial)
+            if known > depth:
+                verdicts[depth:known] = [Verdict(level, depth, witness)] * (known - depth)
             if known > depth or (known == depth and latest is not None):
                 depth, witness = known, latest
         self._judge_documents(parts, fixed, chains["volatile"], here, serial, verdicts, depth, witness)
@@ -110,6 +115,17 @@ class PartHistory:
             else verdict
             for part, verdict in zip(parts, verdicts, strict=True)
         ]
+
+    def _tell_apart(self, chains: Mapping[_Level, list[int]], here: int) -> None:
+        """Give those levels a memory of their own that were the first so far, and with these ``chains`` are not."""
+        first = self._seen["evicted"]
+        if self._here is None:
+            self._here = here
+        if here != self._here and "namespace" not in self._seen:
+            self._seen["namespace"] = first.copy(self._here)
+        for level in ("text_form", "volatile"):
+            if level not in self._seen and chains[level] is not chains["evicted"]:
+                self._seen[level] = first.copy()
 
     def _judge_documents(
         self,
@@ -147,6 +163,13 @@ class _Generations:
         self._capacity = capacity
         self._new: dict[int, int] = {}
         self._old: dict[int, int] = {}
+
+    def copy(self, mask: int = 0) -> _Generations:
+        """The same under other digests, those here xor ``mask``."""
+        copy = _Generations(self._capacity)
+        copy._new = {digest ^ mask: serial for digest, serial in self._new.items()}
+        copy._old = {digest ^ mask: serial for digest, serial in self._old.items()}
+        return copy
 
     def get_or_put(self, digest: int, serial: int) -> int | None:
         """The number under ``digest``; when there is none, ``serial`` is put there."""

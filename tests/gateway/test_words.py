@@ -53,6 +53,25 @@ def test_words_looked_up_are_the_tokenizers_own(name: str, tokenizer_behind: Tok
     check()
 
 
+@pytest.mark.parametrize("suffix", [None, "</w>"])
+@pytest.mark.parametrize("merged", [[], [("1", "2")], [("\u0120", "1")]])
+def test_numbers_are_put_together_from_digits_only_where_the_vocabulary_joins_none(
+    merged: list[tuple[str, str]], suffix: str | None
+) -> None:
+    alphabet = [*"0123456789\u0120", *("".join(pair) for pair in merged)]
+    ends = [f"{symbol}{suffix}" for symbol in alphabet] if suffix else []
+    vocabulary = {symbol: index for index, symbol in enumerate([*alphabet, *ends])}
+    tokenizer = Tokenizer(BPE(vocabulary, merged, end_of_word_suffix=suffix or ""))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = WordEncoder(tokenizer, definition(tokenizer))
+    for text in ("7", "12", "3120", " 12", " 3120 12  9"):
+        data = words.encode(text)
+        assert data is not None
+        assert token_list(data) == tokenizer.encode(text, add_special_tokens=False).ids
+    alone = not merged and suffix is None
+    assert ("3120" in words._words) != alone
+
+
 def test_other_text_than_ascii_is_left_to_the_tokenizer(tokenizer_behind: TokenizerBehind) -> None:
     tokenizer = tokenizer_behind(PRE_TOKENIZERS["gpt2"])
     assert WordEncoder(tokenizer, definition(tokenizer)).encode("caf\u00e9") is None

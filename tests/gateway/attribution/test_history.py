@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
 
-from gateway.attribution.history import PartHistory
+from gateway.attribution.history import _LEVELS, PartHistory, _Generations
 from gateway.attribution.part import Part
 
 RULES = Part("system", "Answer from the documents. ")
@@ -140,3 +141,21 @@ def test_what_is_asked_for_again_outlives_what_is_not() -> None:
         history.judge(b"ns", [Part("system", f"filler {serial}")], serial)
     assert history.judge(b"ns", [RULES], 400)[0].cause == "evicted"
     assert history.judge(b"ns", [Part("system", "once")], 401)[0].cause == "never_seen"
+
+
+def test_levels_that_are_one_as_long_as_they_do_not_differ_judge_as_if_they_were_not() -> None:
+    rng = random.Random(5)
+    for _ in range(40):
+        history, apart = PartHistory(30), PartHistory(30)
+        for level in _LEVELS:
+            apart._seen.setdefault(level, _Generations(30))
+        values, spellings, names = rng.random() < 0.5, rng.random() < 0.5, [b"a", b"b"][: rng.choice([1, 2])]
+        for serial in range(30):
+            prompt = [
+                Part("system", rng.choice("xyz"), rng.choice([None, "x"]) if spellings else None),
+                *([value(rng.choice("12"))] if values and rng.random() < 0.5 else []),
+                *(document(name) for name in rng.sample("abc", rng.randrange(4))),
+                question(rng.choice("qr")),
+            ]
+            name = rng.choice(names)
+            assert history.judge(name, prompt, serial) == apart.judge(name, prompt, serial)
