@@ -15,6 +15,7 @@ import unicodedata
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -369,6 +370,7 @@ class _Sizes(dict[int, int]):
         return size
 
 
+@lru_cache(maxsize=1024)
 def is_ink(character: str) -> bool:
     """Certainly no white space to any engine, and nothing that composes with its neighbour."""
     return not character.isspace() and unicodedata.category(character)[0] != "C"

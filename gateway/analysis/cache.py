@@ -131,10 +131,13 @@ def _cache(blocks: int | None, policy: str) -> SimulatedCache:
 class SimulatedFleet:
     """Caches of several sizes side by side, each asked for every request: a ``gateway.request_path.Fleet``.
 
-    Owns its caches. ``sizes`` are in blocks, None for one that never forgets.
+    Owns its caches. ``sizes`` are in blocks, None for one that never forgets. With ``alike`` all get the same prompts,
+    so that requests are only laid out for the first.
     """
 
-    def __init__(self, sizes: Sequence[int | None], policy: str, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, sizes: Sequence[int | None], policy: str, block_size: int, vocab_size: int, *, alike: bool = False
+    ) -> None:
         self.caches: Final[Sequence[SimulatedCache]] = [_cache(size, policy) for size in sizes]
         info = EngineInfo(
             model="",
@@ -152,9 +155,10 @@ class SimulatedFleet:
             max_batch_tokens=_ANY_LENGTH,
         )
         self._candidates: Final = [
-            Candidate(str(index), info, cache.resident, 0, 0, _Even()) for index, cache in enumerate(self.caches)
+            Candidate(str(index), info, cache.resident, 0, 0, _Even())
+            for index, cache in enumerate(self.caches[:1] if alike else self.caches)
         ]
 
     def candidates(self, avoid: Set[str] = frozenset()) -> list[Candidate]:
-        """All of them, always."""
+        """Those for which requests are laid out, always."""
         return list(self._candidates)

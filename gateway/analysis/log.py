@@ -16,6 +16,7 @@ from gateway.schema import ChatRequest
 __all__ = ["BadLine", "LogError", "LoggedRequest", "read_bodies"]
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
+_READ_AT_ONCE: Final = 1 << 18
 
 
 class LogError(HeadstartError):
@@ -64,7 +65,7 @@ def read_bodies(
         LogError: the file cannot be read to its end.
     """
     try:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=_READ_AT_ONCE) as file:
             size = max(1, path.stat().st_size)
             packed = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
             file.seek(0)

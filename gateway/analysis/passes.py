@@ -95,12 +95,17 @@ class PassResult(msgspec.Struct, frozen=True):
 
 
 class _Pass(ABC):
-    """What both passes do with a log. Owns the simulated caches and the tallies."""
+    """What both passes do with a log. Owns the simulated caches and the tallies.
 
-    def __init__(self, job: Job, canonical: CanonicalConfig, renderer: PromptRenderer | None) -> None:
+    With ``alike`` prompts are the same for all caches.
+    """
+
+    def __init__(
+        self, job: Job, canonical: CanonicalConfig, renderer: PromptRenderer | None, *, alike: bool = False
+    ) -> None:
         self.job: Final = job
         self.renderer: Final = renderer or PromptRenderer(job.folder, lazy=True)
-        self.fleet: Final = SimulatedFleet(job.sizes, job.policy, job.block_size, self.renderer.vocab_size)
+        self.fleet: Final = SimulatedFleet(job.sizes, job.policy, job.block_size, self.renderer.vocab_size, alike=alike)
         self.path: Final = self.request_path(canonical)
         self.tallies: Final[dict[str, TemplateTally]] = {}
 
@@ -141,12 +146,14 @@ class _Pass(ABC):
     def serve(self, placements: Sequence[Placement], *, bypass: bool) -> list[int]:
         """Ask every cache for its prompt; the tokens each of them had."""
         if bypass:
-            return [0] * len(placements)
+            return [0] * len(self.fleet.caches)
         size = self.job.block_size
-        return [
-            size * cache.request(placement.keys, placement.cached_tokens // size)
-            for cache, placement in zip(self.fleet.caches, placements, strict=True)
-        ]
+        hits = []
+        for index, cache in enumerate(self.fleet.caches):
+            own = index < len(placements)
+            placement = placements[index if own else 0]
+            hits.append(size * cache.request(placement.keys, placement.cached_tokens // size if own else 0))
+        return hits
 
     def count(self, template: str, filled: FilledTemplate | None, tokens: int, hits: Sequence[int]) -> TemplateTally:
         """Add a request to the tally of its template."""
@@ -206,7 +213,7 @@ class AsIsPass(_Pass):
     """The prompts as they are, and for every missed token the cause, in the smallest of the caches."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job, _AS_IS, None)
+        super().__init__(job, _AS_IS, None, alike=True)
         # Fields are the cause of misses whether the gateway is to move them or not.
         self._recognition: Final = self.request_path(msgspec.structs.replace(job.canonical, hoist="apply"))
         self._endless: Final = (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
@@ -36,7 +37,8 @@ def analyze(job: Job, progress: Callable[[str, float], None]) -> Report:
         ConfigError: the model's folder or a template cannot be used.
     """
     side_by_side = (os.cpu_count() or 1) > 1 and job.log.stat().st_size >= _WORTH_A_PROCESS
-    with _Worker(job) if side_by_side else nullcontext() as worker:  # it gets ready while we learn
+    # The worker gets ready while we learn.
+    with _no_search_for_cycles(), _Worker(job) if side_by_side else nullcontext() as worker:
         job = msgspec.structs.replace(job, learner=learn(job, lambda fraction: progress("Learning", fraction)))
         if worker is None:
             as_is = AsIsPass(job).run(lambda fraction: progress("Replaying", fraction / 2))
@@ -50,6 +52,18 @@ def analyze(job: Job, progress: Callable[[str, float], None]) -> Report:
         first = f", the first: {report.bad_lines[0]}" if report.bad_lines else ""
         raise LogError(f"{job.name}: no line of it is a request ({len(report.bad_lines)} bad lines{first}).")
     return report
+
+
+@contextmanager
+def _no_search_for_cycles() -> Iterator[None]:
+    """A replay leaves none, and each search for some goes through all that was remembered until then."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Worker:
@@ -91,8 +105,9 @@ def _work(connection: Connection, folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     result: PassResult | HeadstartError
     try:
-        renderer = PromptRenderer(folder, lazy=True)
-        result = CanonicalPass(connection.recv(), renderer).run(lambda fraction: None)
+        with _no_search_for_cycles():
+            renderer = PromptRenderer(folder, lazy=True)
+            result = CanonicalPass(connection.recv(), renderer).run(lambda fraction: None)
     except HeadstartError as error:
         result = error
     except EOFError:  # the parent has given up

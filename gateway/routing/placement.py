@@ -328,6 +328,8 @@ def cheapest(placements: Sequence[Placement]) -> Placement:
         candidate = placement.candidate
         return not candidate.probe, placement.expected_seconds, candidate.in_flight
 
+    if len(placements) == 1:
+        return placements[0]
     fitting = [placement for placement in placements if placement.fits]
     drawn = [placement for placement in fitting if placement.candidate.drawn]
     if len(drawn) < len(fitting):
