@@ -13,7 +13,7 @@ from gateway.api.decoding import decode_body
 from gateway.errors import HeadstartError, InvalidRequestError
 from gateway.schema import ChatRequest
 
-__all__ = ["BadLine", "LogError", "LoggedRequest", "read_bodies"]
+__all__ = ["BadLine", "LogError", "LoggedRequest", "read_bodies", "read_lines"]
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _READ_AT_ONCE: Final = 1 << 18
@@ -50,16 +50,13 @@ class BadLine(msgspec.Struct, frozen=True):
 _decoder: Final = msgspec.json.Decoder(LoggedRequest)
 
 
-def read_bodies(
-    path: Path, name: str, progress: Callable[[float], None], only: Collection[int] | None = None
-) -> Iterator[tuple[int, LoggedRequest | BadLine]]:
-    """Every line that is not empty, with its number from 1: a body, or what is wrong with it.
+def read_lines(path: Path, name: str, progress: Callable[[float], None]) -> Iterator[tuple[int, bytes]]:
+    """Every line of a file as it stands there, with its number from 1.
 
     Args:
         path: the file; gzip is recognized by its content.
         name: what to call it.
         progress: called now and then with the fraction of the file that has been read.
-        only: the numbers of the lines that are wanted; None wants all.
 
     Raises:
         LogError: the file cannot be read to its end.
@@ -71,12 +68,23 @@ def read_bodies(
             file.seek(0)
             content: BinaryIO = gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[assignment]
             for line, text in enumerate(content, 1):
-                if (only is None or line in only) and not text.isspace():
-                    try:
-                        yield line, decode_body(_decoder, text)
-                    except InvalidRequestError as error:
-                        yield line, BadLine.of(name, line, error)
+                yield line, text
                 if line % 64 == 0:
                     progress(min(1.0, file.tell() / size))
     except (OSError, EOFError) as error:
         raise LogError(f"{name}: cannot be read: {error}.") from None
+
+
+def read_bodies(
+    path: Path, name: str, progress: Callable[[float], None], only: Collection[int] | None = None
+) -> Iterator[tuple[int, LoggedRequest | BadLine]]:
+    """Every line that is not empty, with its number: a body, or what is wrong with it.
+
+    ``only`` are the numbers of the lines that are wanted; None wants all. All else is as in ``read_lines``.
+    """
+    for line, text in read_lines(path, name, progress):
+        if (only is None or line in only) and not text.isspace():
+            try:
+                yield line, decode_body(_decoder, text)
+            except InvalidRequestError as error:
+                yield line, BadLine.of(name, line, error)

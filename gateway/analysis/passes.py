@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from gateway.analysis.batch import Orders, arranged, order_log
 from gateway.analysis.cache import SimulatedFleet
 from gateway.analysis.examples import ShownPrompt, show
 from gateway.analysis.log import BadLine, LoggedRequest, read_bodies
@@ -32,7 +33,7 @@ from gateway.request_path import RequestPath, WeighedChat
 from gateway.routing.placement import Placement
 from gateway.schema import HeadstartOptions
 
-__all__ = ["AsIsPass", "CanonicalPass", "Job", "PassResult", "TemplateTally", "learn"]
+__all__ = ["AsIsPass", "CanonicalPass", "Job", "PassResult", "TemplateTally", "learn", "order_batch"]
 
 _CALLER: Final = Caller(DEFAULT_TENANT)
 _SECRET: Final = b"offline"
@@ -45,7 +46,8 @@ _REMEMBERED_PARTS: Final = 1_000_000
 class Job(msgspec.Struct, frozen=True):
     """What to analyze and how. ``folder`` holds tokenizer and chat template; ``sizes`` are blocks, None for no end.
 
-    ``name`` is what the log is called in messages. ``learner`` knows the log already.
+    ``name`` is what the log is called in messages. ``learner`` knows the log already; so do ``orders``, which are made
+    for a ``batch``.
     """
 
     log: Path
@@ -56,7 +58,9 @@ class Job(msgspec.Struct, frozen=True):
     sizes: tuple[int | None, ...]
     policy: str
     block_size: int
+    batch: bool = False
     learner: TemplateLearner | None = None
+    orders: Orders | None = None
 
 
 def learn(job: Job, progress: Callable[[float], None]) -> TemplateLearner:
@@ -71,6 +75,12 @@ def learn(job: Job, progress: Callable[[float], None]) -> TemplateLearner:
                 if observation is not None:
                     learner.observe(observation.source, observation.text)
     return learner
+
+
+def order_batch(job: Job, progress: Callable[[float], None]) -> Orders:
+    """The order of all documents of a log that is sent as one batch. Raises ``LogError``."""
+    templates = TemplateRegistry(job.templates, normalize=job.canonical.text)
+    return order_log(job.log, job.name, Canonicalizer(job.canonical, templates, job.learner), progress)
 
 
 class TemplateTally(msgspec.Struct):
@@ -178,7 +188,8 @@ class CanonicalPass(_Pass):
 
     def take(self, line: int, body: LoggedRequest) -> None:
         """Replay one request; also count what of it was seen before, wherever it stood."""
-        weighed = self.path.weigh_chat(body, _CALLER)
+        order = self.job.orders.get(line) if self.job.orders is not None else None
+        weighed = self.path.weigh_chat(body if order is None else arranged(body, order), _CALLER)
         first = weighed.placements[0]
         hits = self.serve(weighed.placements, bypass=_bypasses(body))
         if weighed.sighting is not None:

@@ -14,8 +14,9 @@ from typing import Final
 
 import msgspec
 
+from gateway.analysis.batch import write_arranged
 from gateway.analysis.log import LogError
-from gateway.analysis.passes import AsIsPass, CanonicalPass, Job, PassResult, learn
+from gateway.analysis.passes import AsIsPass, CanonicalPass, Job, PassResult, learn, order_batch
 from gateway.analysis.report import Report, make_report
 from gateway.errors import HeadstartError
 from gateway.prompt import PromptRenderer
@@ -26,11 +27,11 @@ _WORTH_A_PROCESS: Final = 2_000_000
 """Bytes of a log from which on a second process saves more than it costs to start."""
 
 
-def analyze(job: Job, progress: Callable[[str, float], None]) -> Report:
+def analyze(job: Job, progress: Callable[[str, float], None], ordered: Path | None = None) -> Report:
     """Learn from the log, then replay it as it is and canonicalized.
 
-    ``progress`` gets the name of the step at hand and the fraction of it that is done. The same job gives the same
-    report.
+    ``progress`` gets the name of the step at hand and the fraction of it that is done. A batch is also written to the
+    file ``ordered``, in the order that was found for it. The same job gives the same report.
 
     Raises:
         LogError: the log cannot be read, or no line of it is a request.
@@ -40,6 +41,10 @@ def analyze(job: Job, progress: Callable[[str, float], None]) -> Report:
     # The worker gets ready while we learn.
     with _no_search_for_cycles(), _Worker(job) if side_by_side else nullcontext() as worker:
         job = msgspec.structs.replace(job, learner=learn(job, lambda fraction: progress("Learning", fraction)))
+        if job.batch:
+            job = msgspec.structs.replace(job, orders=order_batch(job, lambda fraction: progress("Ordering", fraction)))
+            if ordered is not None:
+                write_arranged(job.log, job.name, job.orders or {}, ordered)
         if worker is None:
             as_is = AsIsPass(job).run(lambda fraction: progress("Replaying", fraction / 2))
             canonical = CanonicalPass(job).run(lambda fraction: progress("Replaying", 0.5 + fraction / 2))

@@ -31,6 +31,7 @@ FINDING = 2
 _SHOWN_BAD_LINES = 20
 _SHOWN_EXAMPLES = 3
 _STDIN = "-"
+_BATCH = "batch"
 
 
 @click.command()
@@ -47,7 +48,12 @@ _STDIN = "-"
     metavar="FILE",
     help="A headstart.toml: its templates and [canonical] are used; options win over it.",
 )
-@click.option("--order", type=click.Choice(get_args(OrderMode)), help="Order of documents.  [default: cache-aware]")
+@click.option(
+    "--order",
+    type=click.Choice((*get_args(OrderMode), _BATCH)),
+    help="Order of documents; batch is one that knows the whole log, for requests that are sent together.  "
+    "[default: cache-aware]",
+)
 @click.option(
     "--hoist",
     type=click.Choice(get_args(HoistMode)),
@@ -83,6 +89,13 @@ _STDIN = "-"
     type=click.Path(dir_okay=False, writable=True),
     help="Write the suggested configuration.",
 )
+@click.option(
+    "--write-ordered",
+    "ordered",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, writable=True),
+    help="With --order batch, write the log with documents in that order, which the gateway then leaves as it is.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def analyze(
     log: str,
@@ -92,6 +105,7 @@ def analyze(
     strict: bool,
     html: str | None,
     suggest: str | None,
+    ordered: str | None,
     as_json: bool,
     **options: str | int | None,
 ) -> int:
@@ -108,6 +122,8 @@ def analyze(
         thresholds = [Threshold.parse(condition) for condition in conditions]
     except ValueError as error:
         raise click.UsageError(f"--fail-on {error}.") from None
+    if ordered is not None and options["order"] != _BATCH:
+        raise click.UsageError("--write-ordered needs --order batch.")
     with _readable(log) as path, progress_bar(TaskProgressColumn()) as bar:
         job = _job(path, "standard input" if log == _STDIN else log, model, config, options)
         task = bar.add_task("", total=1.0)
@@ -115,7 +131,7 @@ def analyze(
         def progress(step: str, fraction: float) -> None:
             bar.update(task, description=step, completed=fraction)
 
-        report = run_analysis(job, progress)
+        report = run_analysis(job, progress, None if ordered is None else Path(ordered))
         bar.update(task, description="Replayed", completed=1.0)
     known = figures(report)
     try:
@@ -127,6 +143,8 @@ def analyze(
         from gateway.analysis.page import render_page
 
         _write(Path(html), render_page(report), "Report")
+    if ordered is not None:
+        NOTES.print(f"Batch in its order: {ordered}", markup=False)
     if suggest is not None:
         _write(Path(suggest), report.configuration, "Suggested configuration")
     if as_json:
@@ -158,6 +176,9 @@ def _job(path: Path, name: str, model: str | None, config: Path | None, options:
     from gateway.analysis.passes import Job
     from gateway.configuration import load_config, model_spec
 
+    batch = options["order"] == _BATCH
+    if batch:
+        options = options | {"order": "cache-aware"}  # of what is in no batch
     overrides = {setting: options[option] for option, setting in _SETTING.items()}
     settings = load_config(config, os.environ, overrides | {"engine.model": model})
     try:
@@ -179,6 +200,7 @@ def _job(path: Path, name: str, model: str | None, config: Path | None, options:
         sizes=sizes,
         policy=settings.engine.policy,
         block_size=settings.engine.block_size,
+        batch=batch,
     )
 
 
