@@ -71,7 +71,7 @@ def learn(job: Job, progress: Callable[[float], None]) -> TemplateLearner:
     for _, body in read_bodies(job.log, job.name, progress):
         if isinstance(body, LoggedRequest):
             with suppress(InvalidRequestError):  # told of when it is replayed
-                _, observation = canonicalizer.recognize(recognizable(body), _CALLER.tenant)
+                observation = canonicalizer.observation(recognizable(body), _CALLER.tenant)
                 if observation is not None:
                     learner.observe(observation.source, observation.text)
     return learner

@@ -139,6 +139,11 @@ class Canonicalizer:
         system, observation = self._recognized(body, body.headstart or HeadstartOptions(), tenant)
         return system.filled, observation
 
+    def observation(self, body: ChatRequest, tenant: str) -> Observation | None:
+        """Of ``recognize`` only what is to be learned. Raises ``InvalidRequestError`` likewise."""
+        system = self._settle_system(read_messages(body.messages), body.headstart or HeadstartOptions())
+        return self._observation(body, tenant, system)
+
     def _recognized(
         self, body: ChatRequest, options: HeadstartOptions, tenant: str
     ) -> tuple[_System, Observation | None]:
