@@ -52,11 +52,11 @@ class Server:
     """A gateway and its engine. Owns the thread on which the gateway runs."""
 
     def __init__(self, folder: Path, *, with_valkey: bool = False, **engine: Any) -> None:
-        """Serve the model in ``folder`` in float32; ``engine`` are fields of ``EngineConfig``.
+        """Serve the model in ``folder`` in float32 on one core; ``engine`` are fields of ``EngineConfig``.
 
         ``with_valkey`` keeps the statistics in a server of their own, at ``valkey.url``.
         """
-        settings = EngineConfig(model=str(folder), served_name=MODEL, dtype="float32", **engine)
+        settings = EngineConfig(model=str(folder), served_name=MODEL, dtype="float32", threads=1, **engine)
         self._config = Config(server=ServerConfig(port=0, drain_grace_s=1.0), engine=settings, redis=NO_REDIS)
         self._folder = folder
         self._with_valkey = with_valkey
