@@ -32,6 +32,7 @@ from gateway.config import QualityConfig, RedisConfig, WhatIfConfig
 from gateway.dashboard.feed import Feed
 from gateway.dashboard.routes import asset, events, page
 from gateway.eviction import EvictionControl, PolicyChange
+from gateway.learned_store import LearnedStore
 from gateway.quality.gate import QualityGate
 from gateway.quality.ledger import Pair
 from gateway.quality.report import QualityReport
@@ -84,7 +85,7 @@ class Site:
     def start(self) -> None:
         feed = Feed(self.statistics, self.eviction, self.whatif, self.quality_report)
         proposals = TemplateProposals(self.learner, "suggest")
-        learned = (list_proposals, switch_proposal)
+        store = LearnedStore(None, self.learner)
 
         def wants_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
             if self._key is not None and connection.headers.get("authorization") != f"Bearer {self._key}":
@@ -99,13 +100,21 @@ class Site:
                 asset,
                 Router(
                     "/",
-                    route_handlers=[events, self._switch(), self._judge(), self._misses(), *learned],
+                    route_handlers=[
+                        events,
+                        self._switch(),
+                        self._judge(),
+                        self._misses(),
+                        list_proposals,
+                        switch_proposal,
+                    ],
                     guards=[wants_key],
                 ),
             ],
             dependencies={
                 "feed": Provide(lambda: feed, sync_to_thread=False),
                 "proposals": Provide(lambda: proposals, sync_to_thread=False),
+                "learned": Provide(lambda: store, sync_to_thread=False),
             },
             exception_handlers={NotAuthorizedException: refused},
         )

@@ -70,6 +70,7 @@ def replay(renderer: PromptRenderer, bodies: list[dict[str, Any]]) -> tuple[floa
         state=ReplicaState.READY,
         load=None,
         tells_events=True,
+        reads_tokens=True,
         cache_blocks=0,
         restarts=0,
         info=EngineInfo(
