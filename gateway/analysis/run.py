@@ -34,9 +34,11 @@ def analyze(job: Job, progress: Callable[[str, float], None], ordered: Path | No
     file ``ordered``, in the order that was found for it. The same job gives the same report.
 
     Raises:
-        LogError: the log cannot be read, or no line of it is a request.
+        LogError: the log cannot be read, no line of it is a request, or ``ordered`` is the log or cannot be written.
         ConfigError: the model's folder or a template cannot be used.
     """
+    if ordered is not None and ordered.exists() and ordered.samefile(job.log):
+        raise LogError(f"{ordered} is the log itself: the batch must be written to another file.")
     side_by_side = (os.cpu_count() or 1) > 1 and job.log.stat().st_size >= _WORTH_A_PROCESS
     # The worker gets ready while we learn.
     with _no_search_for_cycles(), _Worker(job) if side_by_side else nullcontext() as worker:

@@ -82,6 +82,16 @@ def test_a_batch_that_cannot_be_written_is_told(write_log: Writer, job: Jobs, tm
         rates(job(write_log(bodies(3)), batch=True), tmp_path / "absent" / "ordered.jsonl")
 
 
+def test_a_log_is_never_overwritten_by_its_own_batch(write_log: Writer, job: Jobs, tmp_path: Path) -> None:
+    log = write_log(bodies(3))
+    before, same = log.read_bytes(), tmp_path / "same.jsonl"
+    same.symlink_to(log)
+    for ordered in (log, same):
+        with pytest.raises(LogError, match="another file"):
+            rates(job(log, batch=True), ordered)
+    assert log.read_bytes() == before
+
+
 def test_the_command_writes_a_batch_and_only_that(
     write_log: Writer, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
