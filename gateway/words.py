@@ -98,7 +98,7 @@ class _Words(dict[str, bytes]):
     def __init__(self, tokenizer: Tokenizer, definition: Mapping[str, Any]) -> None:
         super().__init__()
         self._model = tokenizer.model  # what is left to do once a text is cut into words
-        whole = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+        whole = ("ignore_merges", "fuse_unk", "continuing_subword_prefix", "end_of_word_suffix")
         # Merges begin with two characters, whose token is in the vocabulary.
         merged = (f"{one}{digit}" for one in f"{' '.translate(_BYTE_LEVEL)}{digits}" for digit in digits)
         self._digits_alone = not any(definition["model"].get(key) for key in whole) and not any(

@@ -72,6 +72,14 @@ def test_numbers_are_put_together_from_digits_only_where_the_vocabulary_joins_no
     assert ("3120" in words._words) != alone
 
 
+def test_digits_that_the_vocabulary_lacks_are_one_unknown_token_where_the_tokenizer_makes_them_one() -> None:
+    tokenizer = Tokenizer(BPE({"0": 0, "\u0120": 1, "<unk>": 2}, [], unk_token="<unk>", fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    data = WordEncoder(tokenizer, definition(tokenizer)).encode("0120 34")
+    assert data is not None
+    assert token_list(data) == tokenizer.encode("0120 34", add_special_tokens=False).ids
+
+
 def test_other_text_than_ascii_is_left_to_the_tokenizer(tokenizer_behind: TokenizerBehind) -> None:
     tokenizer = tokenizer_behind(PRE_TOKENIZERS["gpt2"])
     assert WordEncoder(tokenizer, definition(tokenizer)).encode("caf\u00e9") is None
