@@ -63,7 +63,8 @@ class LearnedStore:
     async def stop(self) -> None:
         """Save once more. Safe to call when ``start`` was not."""
         if self._task is not None:
-            self._task.cancel()
+            async with self._saving:  # what is being written must not come after what is written last
+                self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         await self.save()

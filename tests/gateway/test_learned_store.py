@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from gateway import learned_store
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Source
 from gateway.errors import ConfigError
 from gateway.learned_store import LearnedStore
+from gateway.local_file import replace_file
 
 SOURCE = Source("acme", "m", 7)
 SYSTEM = "You are the help desk bot of Initech.\nToday is {now}. Trace: {trace}. Answer from the documents alone."
@@ -102,6 +106,37 @@ def test_saving_follows_what_changes_and_ends_with_the_last_state(tmp_path: Path
         assert not path.exists(), "nothing has changed"
 
     asyncio.run(life())
+
+
+def test_what_is_being_written_at_the_end_does_not_come_after_the_last_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, writing, go = tmp_path / "learned.json", threading.Event(), threading.Event()
+    learner = learned()
+
+    def slow_at_first(path: Path, content: msgspec.Struct) -> None:
+        if not writing.is_set():
+            writing.set()
+            assert go.wait(30)
+        replace_file(path, content)
+
+    monkeypatch.setattr(learned_store, "replace_file", slow_at_first)
+    monkeypatch.setattr(learned_store, "SAVE_INTERVAL_S", 0.0)
+
+    async def life() -> None:
+        store = LearnedStore(path, learner)
+        store.start()
+        await asyncio.to_thread(writing.wait, 30)
+        learner.observe(SOURCE, text(40))
+        stopped = asyncio.create_task(store.stop())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not stopped.done()
+        go.set()
+        await stopped
+
+    asyncio.run(life())
+    assert restored(path).kept() == learner.kept()
 
 
 def test_without_a_file_nothing_is_kept(tmp_path: Path) -> None:

@@ -11,13 +11,18 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+import structlog
+
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Source
+from gateway.logs import where_from
 
 __all__ = ["MAX_WAITING", "BackgroundLearning"]
 
 MAX_WAITING: Final = 64
 """Texts that wait for the thread, each of 32,768 characters at most; further ones are passed over and counted."""
+
+_log = structlog.get_logger("headstart.templates")
 
 
 class BackgroundLearning:
@@ -32,6 +37,7 @@ class BackgroundLearning:
         self._waiting: list[tuple[Source, str]] = []
         self._running: asyncio.Future[None] | None = None
         self._closed = False
+        self._failed = False
 
     @property
     def idle(self) -> bool:
@@ -40,7 +46,7 @@ class BackgroundLearning:
 
     def observe(self, source: Source, text: str) -> None:
         """Learn from the system text of one request, now or soon."""
-        if self._running is None:
+        if self._running is None and not self._closed:
             self._learner.observe(source, text, later=self._later)
         else:
             self._later(source, text)
@@ -71,4 +77,9 @@ class BackgroundLearning:
 
     def _learn(self, texts: Sequence[tuple[Source, str]]) -> None:
         for source, text in texts:
-            self._learner.observe(source, text)
+            try:
+                self._learner.observe(source, text)
+            except Exception as error:  # nobody waits for it, and the other texts are to be learned
+                if not self._failed:
+                    self._failed = True
+                    _log.error("nothing could be learned from a text", error=where_from(error))

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from structlog.testing import capture_logs
+
 from gateway.canonical.learning.background import MAX_WAITING, BackgroundLearning
 from gateway.canonical.learning.learner import MAX_AT_ONCE_CHARS, TemplateLearner
 from gateway.canonical.learning.observation import Source
@@ -126,6 +128,31 @@ def test_texts_that_are_too_long_or_too_many_of_no_form_are_counted() -> None:
     assert learner.passed_over["budget"] == learner.observed - learner.examined > 0
 
 
+def test_a_text_that_cannot_be_learned_from_costs_no_other_one_and_is_told_once() -> None:
+    learner = Slow()
+    examine = learner._examine
+
+    def fail(source: Source, known: Any, shown: str) -> None:
+        if shown in (text(1), text(2)):
+            raise RuntimeError(shown)
+        examine(source, known, shown)
+
+    learner._examine = fail  # type: ignore[method-assign]
+
+    async def scenario(learning: BackgroundLearning) -> None:
+        for number in range(1, 4):
+            learning.observe(SOURCE, text(number))
+        learner.go.set()
+        await settled(learning)
+
+    with capture_logs() as logs:
+        run(learner, scenario)
+    assert learner.learned_elsewhere == [text(1), text(2), text(3)]
+    (told,) = logs
+    assert told["event"] == "nothing could be learned from a text"
+    assert RULES[:20] not in str(told)
+
+
 def test_after_its_end_nothing_is_learned() -> None:
     learner = Slow()
 
@@ -135,6 +162,7 @@ def test_after_its_end_nothing_is_learned() -> None:
         learning.close()
         learner.go.set()
         learning.observe(SOURCE, text(3))
+        learning.observe(SOURCE, "short enough to be learned from at once")
         learning._thread.shutdown(wait=True)
 
     run(learner, scenario)
