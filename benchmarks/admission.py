@@ -1,7 +1,7 @@
 """Is it worth admitting who hits most of the cache first, instead of who came first?
 
-    python -m benchmarks.admission ../shared/data                          # everything: six minutes on one quiet core
-    python -m benchmarks.admission ../shared/data --workloads engine --depths 128 --patience 8
+    python -m benchmarks.admission DATA                          # everything: six minutes on one quiet core
+    python -m benchmarks.admission DATA --workloads engine --depths 128 --patience 8
 
 Requests go through the engine's scheduler and block manager without a model: all figures are steps or tokens, the same
 in every run. As many requests as the queue is deep run or wait at any time, 32 of them may run; each generates 32

@@ -1,6 +1,6 @@
 """How fast ``headstart analyze`` reads a RAG request log, and what it finds there.
 
-    python -m benchmarks.analyze ../shared/data/rag_xquad_en
+    python -m benchmarks.analyze DATA/rag_xquad_en
 
 The folder holds ``corpus.jsonl``, ``templates.json`` and ``requests.jsonl.gz`` (see its README). The log is written as
 request bodies, one a line, as the applications would send them, and analyzed by the command itself, in a process of its

@@ -1,6 +1,6 @@
 """What attribution costs the gateway: its processor time with all of it on, divided by that with it off.
 
-    python -m benchmarks.attribution ../shared/data/rag_xquad_en
+    python -m benchmarks.attribution DATA/rag_xquad_en
 
 Two gateways in one process, alike but for ``[attribution] enabled``, answer the same requests of a RAG log in turns, a
 burst each at 200 requests a second, sent by a process of its own. Their replicas compute nothing: they remember blocks,

@@ -1,6 +1,6 @@
 """How near ghost caches come to a full replay, and what they cost.
 
-    python -m benchmarks.ghosts ../shared/data --one-in 4,16,64
+    python -m benchmarks.ghosts DATA --one-in 4,16,64
 
 For the hoisted RAG log and the Mooncake conversations, and per sampling rate: the estimated block hit rate of each
 policy and size less the replayed one, in points, the furthest off of several draws of the sample; and the processor

@@ -1,6 +1,6 @@
 """Hold the adaptive policy against LRU and the optimum on traces that it was not made with.
 
-    python -m benchmarks.held_out ../shared/data --seeds 7,8
+    python -m benchmarks.held_out DATA --seeds 7,8
 
 Series of the RAG log with other numbers of documents, and made-up traffic of five kinds, each with several seeds:
 popularity that drifts, popular prompts amid a scan, a loop over a little more than the cache, tenants of different

@@ -1,6 +1,6 @@
 """How much of what declared templates give is reached by learned ones, on a request log and an infinite cache.
 
-    python -m benchmarks.learning ../shared/data/rag_xquad_en
+    python -m benchmarks.learning DATA/rag_xquad_en
 
 The folder holds ``corpus.jsonl``, ``templates.json`` and ``requests.jsonl.gz`` (see its README). Every request is a
 chat body whose system message is filled in as its application does, and walks the gateway's own request path up to its

@@ -1,6 +1,6 @@
 """Document orders on a request log: token hit rate by cache size and cost, side by side with ContextPilot.
 
-    python -m benchmarks.ordering ../shared/data [--peer ~/contextpilot/bin/python]
+    python -m benchmarks.ordering DATA [--peer ~/contextpilot/bin/python]
 
 The folder holds ``rag_xquad_en`` and, for comparison, ``ORACLES.json`` (see its README). Every cache is replayed with
 the orders that are chosen for what it holds. ``us`` is the processor time of an order per request in microseconds,

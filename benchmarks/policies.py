@@ -1,7 +1,7 @@
 """Replay every policy on the reference traces, and hold what they hit against the reference figures.
 
-    python -m benchmarks.policies ../shared/data            # everything, about ten minutes on one quiet core
-    python -m benchmarks.policies ../shared/data --policies lru,adaptive,opt --traces rag_hoisted --sizes 2,5
+    python -m benchmarks.policies DATA            # everything, about ten minutes on one quiet core
+    python -m benchmarks.policies DATA --policies lru,adaptive,opt --traces rag_hoisted --sizes 2,5
 
 A table per trace: token hit rates in percent under prefix semantics, how much of the gap between LRU and the optimum a
 policy closes, block touches per second of processor time, and by how many points a rate differs at most from

@@ -1,6 +1,6 @@
 """Compare real answers in another order of documents with those in the application's, by the quality gate.
 
-    python -m benchmarks.quality ../shared/data/rag_xquad_en --requests 60
+    python -m benchmarks.quality DATA/rag_xquad_en --requests 60
 
 Sends the log's requests with their gold answers through a gateway that reorders documents, has every one of them
 compared, and prints what ``/admin/quality`` says of each template, as one JSON object. Nothing is switched off.

@@ -1,6 +1,6 @@
 """Send a RAG request log through a real gateway and engine, as written and canonicalized, on a cold cache each.
 
-    python -m benchmarks.rag_log ../shared/data/rag_xquad_en --requests 300
+    python -m benchmarks.rag_log DATA/rag_xquad_en --requests 300
 
 The folder holds ``corpus.jsonl``, ``templates.json`` and ``requests.jsonl.gz`` (see its README). Both passes send the
 same bodies with structured ``documents``: first with ``order: preserve, hoist: off``, then by the gateway's defaults,

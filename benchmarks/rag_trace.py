@@ -1,6 +1,6 @@
 """Make a key trace from a RAG request log, for ``headstart simulate``.
 
-    python -m benchmarks.rag_trace ../shared/data/rag_xquad_en TOKENIZER.json --hoist > rag.jsonl
+    python -m benchmarks.rag_trace DATA/rag_xquad_en TOKENIZER.json --hoist > rag.jsonl
 
 The prompts have the form of the reference measurements (see the data's README); blocks are full ones of 16 tokens.
 """

@@ -1,6 +1,6 @@
 """Hold estimates of saved prefill time against what is measured, on a RAG request log sent one request at a time.
 
-    python -m benchmarks.saved_time ../shared/data/rag_xquad_en --requests 500
+    python -m benchmarks.saved_time DATA/rag_xquad_en --requests 500
     python -m benchmarks.saved_time --replay RECORDS
 
 A share of the requests (a fifth) is kept from the cache, drawn with a fixed seed. Of each of them the prefill that was

@@ -40,8 +40,9 @@ _START_TIMEOUT_S = 600.0
     multiple=True,
     metavar="URL",
     help="An OpenAI-compatible server (vLLM, SGLang, llama.cpp) that generates; may be repeated. dns+http://NAME:PORT "
-    "stands for every address behind the name, as they come and go. Its model's tokenizer "
-    "and chat template are taken from the folder given with --model, else from where the server has them.",
+    "stands for every address behind the name, as they come and go, and tcp://HOST:PORT for a headstart engine on "
+    "another machine. The model's tokenizer and chat template are taken from the folder given with --model, else from "
+    "where the server has them.",
 )
 @click.option(
     "--order",
