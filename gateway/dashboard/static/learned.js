@@ -16,7 +16,7 @@ export function Learned({ keyHeader }) {
   const { proposals, learning, hoist } = found;
   return html`<section class="card learned" aria-labelledby="learned-title">
     <div class="bar-title">
-      <h2 id="learned-title">Volatile fields found <small>in system prompts of no registered template, since the gateway started</small></h2>
+      <h2 id="learned-title">Volatile fields found <small>in system prompts of no registered template, since each was found</small></h2>
       <span class="note" role="status">${said}</span>
     </div>
     ${proposals.length === 0
