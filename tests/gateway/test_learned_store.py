@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +124,24 @@ def test_what_is_being_written_at_the_end_does_not_come_after_the_last_state(
     monkeypatch.setattr(learned_store, "replace_file", slow_at_first)
     monkeypatch.setattr(learned_store, "SAVE_INTERVAL_S", 0.0)
 
+    class Threads(ThreadPoolExecutor):
+        given = 0
+
+        def submit(self, *args: Any, **options: Any) -> Any:
+            self.given += 1
+            return super().submit(*args, **options)
+
     async def life() -> None:
+        asyncio.get_running_loop().set_default_executor(threads := Threads(4))
         store = LearnedStore(path, learner)
         store.start()
         await asyncio.to_thread(writing.wait, 30)
+        given = threads.given
         learner.observe(SOURCE, text(40))
         stopped = asyncio.create_task(store.stop())
-        for _ in range(5):
+        for _ in range(20):
             await asyncio.sleep(0)
-        assert not stopped.done()
+        assert threads.given == given, "two write at once"
         go.set()
         await stopped
 
