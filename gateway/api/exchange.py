@@ -216,7 +216,8 @@ class Exchange:
     async def _send_body(self, data: bytes, *, more: bool) -> None:
         if self._head is not None:
             head, self._head = self._head, None
-            self._connection.join_next()
+            if self.method != "HEAD":  # to which no body is sent that the head could go with
+                self._connection.join_next()
             await self._send(head)
         message: Message = {"type": "http.response.body", "body": data, "more_body": more}
         await self._send(message)

@@ -373,6 +373,22 @@ def test_a_block_that_was_left_hears_nothing_more() -> None:
     _play(scenario, application)
 
 
+def test_an_answer_to_head_goes_out_without_the_body_that_it_tells_of() -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await Exchange(scope, receive, send).answer([], b"{}", 405)
+
+    async def scenario(connect: Connect) -> None:
+        reader, writer = await connect()
+        for _ in range(2):
+            writer.write(b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 405 ")
+            assert b"content-length: 2\r\n" in head
+        writer.close()
+
+    _play(scenario, application)
+
+
 def test_events_wait_for_a_client_that_does_not_read_and_all_arrive() -> None:
     sent: list[int] = []
     size, count = 100_000, 300
