@@ -56,6 +56,10 @@ class HttpClient:
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
 
+    def __len__(self) -> int:
+        """How many connections wait for the next request, or for the end of an answer that nobody reads any more."""
+        return len(self._idle) + len(self._ending)
+
     def head(self, route: str, headers: Headers) -> bytes:
         """The head of a request that posts something to ``route``, short of its length."""
         return b"".join((b"POST ", (self._path + route).encode(), b" HTTP/1.1", self._common, header_lines(headers)))
@@ -89,7 +93,7 @@ class HttpClient:
 
     def take_back(self, connection: HttpConnection, *, at_end: bool) -> None:
         """Keep a connection that is done with, or (not ``at_end``) will be in a moment."""
-        self._ending.discard(connection)
+        self.forget(connection)
         if self._closed:
             connection.close()
             return
@@ -100,15 +104,21 @@ class HttpClient:
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(self._keep_alive_s, self._close_old)
 
+    def forget(self, connection: HttpConnection) -> None:
+        """A connection is not about to come to the end of its answer any more."""
+        self._ending.discard(connection)
+
     def _close_old(self) -> None:
-        oldest = time.monotonic() - self._keep_alive_s
-        kept = [connection for connection in self._idle if connection.usable and connection.idle_since > oldest]
+        now, kept = time.monotonic(), list[HttpConnection]()
         for connection in self._idle:
-            if connection not in kept:
+            if connection.usable and connection.idle_since > now - self._keep_alive_s:
+                kept.append(connection)
+            else:
                 connection.close()
-        self._idle = kept
-        wait_s = min(connection.idle_since for connection in kept) - oldest if kept else 0.0
-        self._sweep = asyncio.get_running_loop().call_later(wait_s, self._close_old) if kept else None
+        self._idle, self._sweep = kept, None
+        if kept:  # who was used first stands in front; after a burst some are looked at together
+            wait_s = max(kept[0].idle_since + self._keep_alive_s - now, self._keep_alive_s / 16)
+            self._sweep = asyncio.get_running_loop().call_later(wait_s, self._close_old)
 
 
 class HttpConnection(asyncio.Protocol):
@@ -169,6 +179,11 @@ class HttpConnection(asyncio.Protocol):
         return self._complete and self._error is None
 
     @property
+    def answered(self) -> bool:
+        """Whether anything has come since a request was sent."""
+        return self._head_bytes > 0
+
+    @property
     def content_type(self) -> str:
         """The media type of the answer, without parameters."""
         return (self.header(b"content-type") or "").partition(";")[0].strip().lower()
@@ -177,17 +192,12 @@ class HttpConnection(asyncio.Protocol):
         """The first header of this name, given in lower case."""
         return next((value.decode("latin-1") for name, value in self.headers if name.lower() == wanted), None)
 
-    @property
-    def at_end(self) -> bool:
-        """Whether the whole answer was read."""
-        return self._complete and not self._chunks
-
     def send(self, head: bytes, body: bytes) -> None:
         """Begin a request, its ``head`` made by the client. The answer is read by ``head`` and ``read``."""
         self.headers = []
         self._headed = self._complete = self._framed = self._keep_alive = False
         self._head_bytes = self._least = 0
-        if self._transport is not None:
+        if self._transport is not None and self._error is None:  # it may be lost before it is used for the first time
             self._transport.writelines((b"%bcontent-length: %d\r\n\r\n" % (head, len(body)), body))
 
     async def head(self) -> None:
@@ -216,7 +226,7 @@ class HttpConnection(asyncio.Protocol):
 
         ``ending``: all that is wanted of the answer has come, so that its end is worth a moment's waiting.
         """
-        if not self._keep_alive or self._error is not None:
+        if not self._keep_alive or self._error is not None or self._paused:
             self.close()
         elif self._complete and (ending or not self._chunks):
             self._chunks, self._size = [], 0
@@ -250,9 +260,6 @@ class HttpConnection(asyncio.Protocol):
             return
         if not self._headed:
             self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES:
-                self._break("its head is too long")
-                return
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade):
@@ -260,6 +267,9 @@ class HttpConnection(asyncio.Protocol):
                 self._break("it sent what is no HTTP")
                 return
             self._keep_alive = False  # something follows the answer
+        if not self._headed and self._head_bytes > _MAX_HEAD_BYTES:
+            self._break("its head is too long")
+            return
         if self._ending is not None:
             self._chunks, self._size = [], 0
             if self._complete:
@@ -275,6 +285,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The server has closed it, or it is gone."""
+        self._client.forget(self)
         if self._headed and not self._framed and not self._complete and exc is None:
             self._complete, self._keep_alive = True, False  # such an answer ends with its connection
         self._fail(AnswerCut() if self._headed else ConnectionResetError())

@@ -53,20 +53,24 @@ class Flight:
     ) -> HttpConnection:
         """Send the request and wait for the head of the response. Raises ``OSError``.
 
-        Without ``route`` and ``headers`` it is one for a streamed completion.
+        Without ``route`` and ``headers`` it is one for a streamed completion. A kept connection that ends without a
+        byte of an answer says nothing about the server, which may close it at any time: the request is sent once more,
+        over a new one.
         """
-        client = server.client
-        connection = client.waiting()
-        if connection is None:
+        connection = server.client.waiting()
+        if connection is not None:
             try:
-                async with asyncio.timeout(None) as self._opening:
-                    connection = await client.connect()
-            finally:
-                self._opening = None
-        self._connection = connection
-        connection.send(server.head(route, headers), body)
-        await connection.head()
-        return connection
+                return await self._send(connection, server.head(route, headers), body)
+            except OSError:
+                if connection.answered or self.loss is not None:
+                    raise
+                connection.close()
+        try:
+            async with asyncio.timeout(None) as self._opening:
+                connection = await server.client.connect()
+        finally:
+            self._opening = None
+        return await self._send(connection, server.head(route, headers), body)
 
     async def read(self, least: int = 1) -> bytes:
         """The next bytes of the body, at ``least`` so many, none at its end. Raises ``OSError``."""
@@ -111,6 +115,12 @@ class Flight:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.release(ending=self._ending)
+
+    async def _send(self, connection: HttpConnection, head: bytes, body: bytes) -> HttpConnection:
+        self._connection = connection
+        connection.send(head, body)
+        await connection.head()
+        return connection
 
     def _check_idle(self) -> None:
         now, since = self._loop.time(), self._waits_since

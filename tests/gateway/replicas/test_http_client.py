@@ -16,6 +16,7 @@ from ..conftest import until
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Event-Stream; charset=utf-8\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKS = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3;x=y\r\nllo\r\n0\r\nx-last: 1\r\n\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CLOSED = b"HTTP/1.1 200 OK\r\n\r\nhello"
 
 Answer = Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]
@@ -103,9 +104,7 @@ def test_a_request_is_one_post_with_its_headers_and_its_length() -> None:
     run(main())
 
 
-@pytest.mark.parametrize(
-    "data", [LENGTH, CHUNKS, b"HTTP/1.1 100 Continue\r\n\r\n" + CHUNKS], ids=["length", "chunks", "100"]
-)
+@pytest.mark.parametrize("data", [LENGTH, CHUNKS, CONTINUE + CHUNKS], ids=["length", "chunks", "100"])
 def test_an_answer_is_the_same_wherever_it_is_cut_and_its_connection_is_used_again(data: bytes) -> None:
     async def main() -> None:
         pieces = [data[at : at + 1] for at in range(len(data))]
@@ -113,9 +112,25 @@ def test_an_answer_is_the_same_wherever_it_is_cut_and_its_connection_is_used_aga
             for _ in range(3):
                 connection = await ask(client)
                 assert (connection.status, await body_of(connection)) == (200, b"hello")
-                assert connection.at_end
                 connection.release()
             assert (server.connections, len(server.requests)) == (1, 3)
+
+    run(main())
+
+
+def test_a_body_that_comes_with_the_end_of_its_head_is_none_of_it() -> None:
+    body = bytes(http_client._MAX_HEAD_BYTES)
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n" % len(body)
+
+    async def main() -> None:
+        async with client_of(saying()) as (client, _server):
+            connection = await client.connect()
+            connection.send(client.head("/route", ()), b"")
+            for data in (CONTINUE, head, b"\r\n" + body):
+                connection.data_received(data)
+            await connection.head()
+            assert len(await body_of(connection)) == len(body)
+            connection.close()
 
     run(main())
 
@@ -218,8 +233,26 @@ def test_a_connection_whose_answer_is_ending_is_used_again_when_it_has_ended(mon
             connection = await ask(client, b"goes on")
             await connection.read()
             connection.release(ending=True)
+            assert len(client) == 1, "it is waited for"
             await until(lambda: server.gone == 1)
             assert client.waiting() is None
+            await until(lambda: not len(client))
+
+    run(main())
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_connection_that_is_lost_before_it_is_used_is_an_error_of_the_connection(waits: bool) -> None:
+    async def main() -> None:
+        async with client_of(saying(LENGTH)) as (client, _server):
+            connection = await client.connect()
+            connection.close()
+            for _ in range(10 * waits):  # until the loop has closed what was aborted
+                await asyncio.sleep(0)
+            connection.send(client.head("/route", ()), b"")
+            with pytest.raises(ConnectionAbortedError):
+                await connection.head()
+            connection.release()
 
     run(main())
 

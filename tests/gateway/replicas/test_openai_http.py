@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from tokenizers import Tokenizer
 
 from engine.wire import Output, Sampling
@@ -347,6 +348,46 @@ def test_connections_are_used_again(folder: Path) -> None:
         assert talk.request.transport is not None
         talk.body["peer"] = talk.request.transport.get_extra_info("peername")
         await talk.write(whole("a"))
+
+    def prepare(server: MockServer) -> None:
+        server.behave = behave
+
+    play(folder, scenario, prepare=prepare)
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 200 O"])
+def test_a_kept_connection_that_the_server_has_closed_is_no_loss_of_the_server(folder: Path, says: bytes) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        async def until_kept() -> None:
+            while not closed:  # the first answer has to end before its connection can be used again
+                assert len(await answer(replica)) == 2
+                await asyncio.sleep(0.01)
+
+        if says:  # it has begun to answer: what it did of the request nobody knows
+            with pytest.raises(ReplicaLost):
+                await until_kept()
+            assert len(server.talks) == len(peers) + 1
+            return
+        await until_kept()
+        assert len(server.talks) == len(peers) + 1, "the request was sent twice, by a new connection"
+        assert replica.state is ReplicaState.READY
+        assert replica.info is not None
+        assert replica.info.boot_id == "1", "it was never thought to be down"
+
+    async def behave(talk: Talk) -> web.Response | None:
+        transport = talk.request.transport
+        assert transport is not None
+        if (peer := transport.get_extra_info("peername")) in peers:
+            closed.append(peer)
+            transport.write(says)
+            transport.close()
+            return web.Response()  # which goes nowhere
+        peers.add(peer)
+        await talk.write(whole("a"))
+        return None
+
+    peers: set[Any] = set()
+    closed: list[Any] = []
 
     def prepare(server: MockServer) -> None:
         server.behave = behave
