@@ -15,6 +15,8 @@ gateways keep the blocks by their keys.
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping
 from itertools import islice
 from typing import Annotated, Any, Final, NamedTuple
@@ -34,6 +36,7 @@ _READ_AGAIN_S: Final = 60.0
 """Also when nobody seems to have written: a gateway may have ended between its write and its count."""
 
 _MOST_FIELDS: Final = 4 * MAX_PINS
+_FIELD_NAME: Final = re.compile(rb"([!-~]+) (0|[1-9][0-9]{0,14}) ([!-~]*)")
 _EXPIRY_MARGIN_S: Final = 60.0
 
 _DocumentId = Annotated[str, Meta(max_length=128)]
@@ -189,11 +192,9 @@ def _parsed(fields: Mapping[bytes, bytes]) -> tuple[dict[_Field, SharedPin], boo
     """What can be understood, and whether there was anything that cannot."""
     parsed: dict[_Field, SharedPin] = {}
     for name, value in islice(fields.items(), _MOST_FIELDS):
-        try:
-            id, version, writer = name.decode("ascii").split(" ")
-            parsed[_Field(id, Stamp(int(version), writer))] = _decode(value)
-        except (ValueError, msgspec.MsgspecError):
-            continue
+        if (parts := _FIELD_NAME.fullmatch(name)) is not None:
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                parsed[_Field(parts[1].decode(), Stamp(int(parts[2]), parts[3].decode()))] = _decode(value)
     return parsed, len(parsed) < len(fields)
 
 

@@ -239,11 +239,14 @@ def test_what_redis_has_of_others_is_taken_with_care(folder: Path, valkey: Any) 
                 # Over for long: nobody takes it over, somebody takes it away.
                 client.hset("headstart:pins", "pin-4 1 w", '{"template": "support", "tenant": "default", "expires": 9}')
                 client.hset("headstart:pins", "pin-5 1 w", '{"removed": true}')
+                template = '{"template": "support", "tenant": "default"}'
+                for name in ("pin-6 99999999999999999999 w", "pin-7 1_0 w"):  # no file could keep it, nobody remove it
+                    client.hset("headstart:pins", name, template)
                 one.bench.now = time.time()
                 await one.exchange()
                 assert set(one.rows) == {row.id, "pin-3"}
                 left = {name.decode().partition(" ")[0] for name in client.hkeys("headstart:pins")}
-                assert left == {row.id, "pin-1", "pin-2", "pin-3", "x"}
+                assert left == {row.id, "pin-1", "pin-2", "pin-3", "pin-6", "pin-7", "x"}
 
     asyncio.run(scenario())
 
