@@ -47,9 +47,11 @@ TCP_PREFIX: Final = "tcp://"
 
 _SHA256_HEX: Final = re.compile(r"[0-9a-f]{64}")
 _REPLICA_URL: Final = re.compile(
-    r"(?P<origin>(https?|tcp)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:(?P<port>\d{1,5}))?)(?P<path>(/[a-z0-9._~-]*)*)",
+    r"(?P<origin>(https?|tcp)://(?P<host>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:(?P<port>\d{1,5}))?)(?P<path>(/[a-z0-9._~-]*)*)",
     re.IGNORECASE,
 )
+
+_HEADER_VALUE: Final = re.compile(r"[\x20-\x7e]*")
 
 _Tree = dict[str, Any]
 
@@ -174,6 +176,8 @@ def check_replicas(entries: Iterable[ReplicaConfig | str], *, dns: bool = False)
         if url in replicas:
             raise ConfigError(f"replicas: {url} is given twice.")
         _check_events(replica)
+        if not url.startswith(TCP_PREFIX) and not _HEADER_VALUE.fullmatch(replica.api_key or ""):
+            raise ConfigError(f"replicas: the api_key of {url} has characters that no HTTP header can have.")
         replicas[url] = msgspec.structs.replace(replica, url=url)
     return list(replicas.values())
 
@@ -218,12 +222,19 @@ def _replica_url(given: str, *, dns: bool = False) -> str:
     by_name = dns and given.startswith(f"{DNS_PREFIX}http://")  # a certificate is for a name, not for its addresses
     match = _REPLICA_URL.fullmatch(given.removeprefix(DNS_PREFIX) if by_name else given)
     own = given.startswith(TCP_PREFIX)
+    if match is not None and not by_name and not _is_host(match["host"]):
+        match = None
     if match is None or not 0 < int(match["port"] or (0 if own else 80)) < 65536 or (own and match["path"] not in "/"):
         raise ConfigError(
             f"replicas: {given!r} is no URL of a server: give http://HOST:PORT, or tcp://HOST:PORT for an engine."
         )
     path = match["path"].rstrip("/").removesuffix("/v1").rstrip("/")
     return (DNS_PREFIX if by_name else "") + match["origin"].lower() + path
+
+
+def _is_host(name: str) -> bool:
+    """Whether a name, or an address, is one that can be asked for at all."""
+    return all(0 < len(label) < 64 for label in name.removesuffix(".").split("."))
 
 
 def is_loopback(host: str) -> bool:

@@ -161,13 +161,21 @@ def test_replicas_are_urls_or_tables_and_their_urls_have_one_form(tmp_path: Path
     [
         "", "localhost:8000", "ftp://a", "file:///etc/passwd", "http://", "http:///v1", "http://a:0", "http://a:70000",
         "http://a b", "http://a/?x=1", "http://a/#x", "http://a\\b", "http://a:1:2", "unix:/tmp/x", "http://a\n.b",
-        "http://user:hunter2@a",
+        "http://user:hunter2@a", "http://a..b", "https://.a:1", f"http://{'a' * 64}.b", "tcp://a..b:7001",
     ],
 )  # fmt: skip
 def test_what_is_no_url_of_a_server_is_refused_without_repeating_a_password(url: str) -> None:
     with pytest.raises(ConfigError, match="replicas") as caught:
         check_config(Config(replicas=(url,)))
     assert "hunter2" not in caught.value.message
+
+
+@pytest.mark.parametrize("key", ["hunter2\nx: y", "hunter2\0", "hunter2é", "hunter2…"])
+def test_a_key_that_no_header_can_hold_is_refused_without_repeating_it(key: str) -> None:
+    with pytest.raises(ConfigError, match="api_key") as caught:
+        check_config(Config(replicas=(ReplicaConfig("http://a:1", api_key=key),)))
+    assert "hunter2" not in caught.value.message
+    check_config(Config(replicas=(ReplicaConfig("tcp://a:1", api_key=key), ReplicaConfig("http://a:1", api_key="k !"))))
 
 
 def test_a_server_is_named_once() -> None:
