@@ -12,9 +12,11 @@ import msgspec
 import structlog
 
 from engine.wire import Abort, Call, EngineInfo, FromEngine, Output, Reply, StepReport
+from gateway.configuration import TCP_PREFIX
 from gateway.errors import HeadstartError, ReplicaError
 from gateway.replicas.base import GenerationRequest, ReplicaState
 from gateway.replicas.connection import EngineConnection
+from gateway.replicas.openai_server import words_for
 from gateway.replicas.own_engine import OwnEngineReplica
 from gateway.replicas.supervisor import EngineLauncher, EngineProcess, RestartDelay
 
@@ -44,7 +46,8 @@ class TcpEndpoint:
         self.secret = secret
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        """As in the configuration, and so to be told from other words: it is for the operator alone."""
+        return TCP_PREFIX + (f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}")
 
 
 class EngineReplica(OwnEngineReplica):
@@ -220,7 +223,7 @@ class EngineReplica(OwnEngineReplica):
                 return await self._open(socket)
             except OSError as error:
                 if ended is None:
-                    raise _LifeEnded(f"no engine answers on {socket} ({error.strerror or error})") from None
+                    raise _LifeEnded(f"no engine answers on {socket} ({words_for(error)})") from None
             await asyncio.wait([ended], timeout=_CONNECT_INTERVAL_S)
             if ended.done():
                 raise _LifeEnded(ended.result())

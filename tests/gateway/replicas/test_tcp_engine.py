@@ -63,6 +63,9 @@ def test_a_gateway_with_the_secret_is_served_also_after_the_engine_was_away(toke
                 with pytest.raises(ReplicaUnavailable) as refused:
                     await anext(replica.generate(PROMPT))
                 assert str(engine.port) not in str(refused.value)  # callers are told no address
+                await until(lambda: "answers" in (replica.down_reason or ""))
+                told = (replica.down_reason or "").replace(engine.url, "the server")
+                assert told == "no engine answers on the server (Connection refused)", "so can /ready hide it"
                 await engine.listen()
                 await replica.wait_ready(TIMEOUT_S)
                 assert await _text(replica) == first
