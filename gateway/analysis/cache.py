@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
-from itertools import islice
 from typing import Final, Protocol
 
 from cache_policy.ghosts import GhostCache
@@ -67,7 +67,7 @@ class _LeastRecent:
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
-        self._held: dict[bytes, None] = {}  # in the order in which they will leave
+        self._held: OrderedDict[bytes, None] = OrderedDict()  # in the order in which they will leave
         self.resident: Set[bytes] = self._held.keys()
 
     def request(self, keys: Sequence[bytes], hit: int = 0) -> int:
@@ -76,11 +76,13 @@ class _LeastRecent:
             if key not in held:
                 break
             hit += 1
-        for key in keys[:hit]:
-            del held[key]
-        held.update(dict.fromkeys(reversed(keys[: self._blocks])))  # the first blocks leave last
-        for key in [*islice(held, max(0, len(held) - self._blocks))]:
-            del held[key]
+        keep, leave = held.move_to_end, held.popitem
+        for key in reversed(keys[hit : self._blocks]):  # the first blocks leave last
+            held[key] = None
+        for key in reversed(keys[:hit]):
+            keep(key)
+        for _ in range(len(held) - self._blocks):
+            leave(last=False)
         return hit
 
 
