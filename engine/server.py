@@ -49,7 +49,9 @@ MAX_CONSECUTIVE_FAILURES: Final = 3
 
 _CLOSE_SECONDS: Final = 2.0  # to flush what is written when the server stops
 _HANDSHAKE_SECONDS: Final = 10.0
-_MAX_STRANGERS: Final = 64  # connections that have not shown the secret yet
+_MAX_STRANGERS: Final = 64
+"""Connections that have not shown the secret yet. For one more the longest silent is cut: a gateway answers at once, so
+that whoever only holds connections open keeps none out."""
 
 _log: Final = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ class EngineServer:
         self._ids = itertools.count()
         self._routes: dict[int, _Route] = {}  # by the engine's ids
         self._connections: set[_Connection] = set()
-        self._strangers: set[asyncio.StreamWriter] = set()
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # in the order in which they came
         self._handlers: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._failure: Exception | None = None
@@ -225,9 +227,11 @@ class EngineServer:
         """Whether the other end of a TCP connection shows that it knows the secret, in time."""
         peer = writer.get_extra_info("peername")
         if len(self._strangers) >= _MAX_STRANGERS:
-            return False
+            longest = next(iter(self._strangers))
+            del self._strangers[longest]
+            longest.transport.abort()
         keep_alive(writer.get_extra_info("socket"))
-        self._strangers.add(writer)
+        self._strangers[writer] = None
         try:
             asked = challenge()
             writer.write(asked)
@@ -237,7 +241,7 @@ class EngineServer:
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             admitted = False
         finally:
-            self._strangers.discard(writer)
+            self._strangers.pop(writer, None)
         if admitted:
             _log.info("a gateway at %s has connected", peer[0])
         else:

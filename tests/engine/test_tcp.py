@@ -158,20 +158,25 @@ def test_strangers_hear_a_challenge_and_no_more(
     assert SECRET.decode() not in caplog.text
 
 
-def test_no_more_strangers_are_heard_at_once_than_can_do_harm_and_none_holds_up_the_end(
+def test_no_more_strangers_are_heard_at_once_than_can_do_harm_and_they_keep_no_gateway_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server_module, "_MAX_STRANGERS", 3)
     kept: list[asyncio.StreamWriter] = []
 
     async def scenario(port: int) -> None:
+        strangers = []
         for _ in range(3):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             assert len(await reader.readexactly(41)) == 41
             kept.append(writer)
+            strangers.append(reader)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        assert await _all(reader) == b""
+        writer.write(GatewayHandshake(SECRET).take(bytearray(await reader.readexactly(41))))
+        assert (await reader.readexactly(33))[:1] == b"\x01"
         kept.append(writer)
+        assert await _all(strangers[0]) == b"", "the longest silent one was cut"
+        assert not strangers[1].at_eof()
 
     _serve(scenario, kept)
 
