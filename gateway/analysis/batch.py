@@ -74,11 +74,16 @@ def write_arranged(log: Path, name: str, orders: Orders, file: Path) -> None:
         with file.open("wb") as lines:
             for line, text in read_lines(log, name, lambda fraction: None):
                 order = orders.get(line)
-                if order is not None:
-                    body = msgspec.json.decode(text)
-                    body["documents"] = [body["documents"][index] for index in order]
-                    body["headstart"] = (body.get("headstart") or {}) | {"order": "preserve"}
-                    text = msgspec.json.encode(body) + b"\n"
-                lines.write(text)
+                lines.write(text if order is None else _arranged_line(text, order))
     except OSError as error:
         raise LogError(f"{file}: cannot be written: {error.strerror}.") from None
+
+
+def _arranged_line(text: bytes, order: tuple[int, ...]) -> bytes:
+    """As ``arranged``; everything else is what it is, byte for byte."""
+    body = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    documents = msgspec.json.decode(body["documents"], type=list[msgspec.Raw])
+    options = msgspec.json.decode(body.get("headstart", b"null"), type=dict[str, msgspec.Raw] | None) or {}
+    body["documents"] = msgspec.Raw(msgspec.json.encode([documents[index] for index in order]))
+    body["headstart"] = msgspec.Raw(msgspec.json.encode(options | {"order": "preserve"}))
+    return msgspec.json.encode(body) + b"\n"

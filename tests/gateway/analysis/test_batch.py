@@ -77,6 +77,16 @@ def test_requests_share_an_order_only_with_those_that_begin_alike(write_log: Wri
     assert {tuple(documents(line)) for line in ordered.read_text().splitlines()[:2]} == {("kb-0", "kb-1")}
 
 
+def test_what_a_batch_does_not_order_is_written_byte_for_byte(write_log: Writer, job: Jobs, tmp_path: Path) -> None:
+    log, ordered = write_log(bodies(2)), tmp_path / "ordered.jsonl"
+    odd = '"metadata": {"id": 12345678901234567890123, "of": "caf\\u00e9"}, "headstart": {"keep_last": 0}'
+    log.write_text("".join(f"{line[:-1]}, {odd}}}\n" for line in log.read_text().splitlines()))
+    rates(job(log, batch=True), ordered)
+    for line in ordered.read_text().splitlines():
+        assert '{"id": 12345678901234567890123, "of": "caf\\u00e9"}' in line
+        assert json.loads(line)["headstart"] == {"keep_last": 0, "order": "preserve"}
+
+
 def test_a_batch_that_cannot_be_written_is_told(write_log: Writer, job: Jobs, tmp_path: Path) -> None:
     with pytest.raises(LogError, match="cannot be written"):
         rates(job(write_log(bodies(3)), batch=True), tmp_path / "absent" / "ordered.jsonl")
