@@ -11,6 +11,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.api.errors import encode_error
@@ -36,6 +37,9 @@ FIRST_PROBE_S: Final = 0.1
 PROBE_S: Final = 1.0
 """How soon, and then how often, it is looked whether a client that sends no more is still there."""
 
+_FRAMING: Final = (b"content-length", b"transfer-encoding")
+"""Headers that say where a body ends."""
+
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -48,6 +52,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     until something is sent: while the answer has not begun, that is ``100 Continue``, which every HTTP/1.1 client
     passes over, and to which a machine whose client has left says so. With HTTP/1.0 there is no such thing to send:
     there it has left.
+
+    Nobody gets another protocol than HTTP/1.1 here. Who offers one beside a request (Java's ``HttpClient`` does so with
+    HTTP/2) is answered in this one; the parser takes such a request for ended with its head, whatever body it has.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,6 +67,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._probe_timer: asyncio.TimerHandle | None = None
         self._watchers: list[Callable[[], None]] = []
         self._lost = False
+        self._head_again = False
         self._joining: _JoiningTransport
         self._extensions: dict[str, Any] = {CONNECTION: self}
 
@@ -131,17 +139,25 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
                 return
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         if self._in_head and self._head_bytes and self._head_timer is None:  # not all of it came at once
             self._expect_head()
 
     def on_message_begin(self) -> None:
         """A request begins."""
+        if self._head_again:
+            return
         super().on_message_begin()
         self.scope["extensions"] = self._extensions
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One more header."""
+        if self._head_again:
+            return
         if len(self.headers) >= MAX_HEADERS:
             self._refuse(431, f"The request has more than {MAX_HEADERS} headers.")
             return
@@ -149,6 +165,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is complete and within the limits."""
+        if self._head_again:
+            return
         self._stop_timer()
         self._in_head = False
         if not self._refused:
@@ -161,6 +179,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete; the next one may follow."""
+        if self.parser.should_upgrade():  # which says nothing about its body
+            return
         self._in_head = True
         self._head_bytes = 0
         if not self._refused:
@@ -186,6 +206,26 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
+
+    def _should_upgrade(self) -> bool:
+        return False
+
+    def _parse(self, data: bytes) -> None:
+        """Parse, and go on with the body behind a head that offers another protocol.
+
+        That takes another parser, which is shown of the head only how long the body is.
+        """
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+            framing = (b"%b: %b\r\n" % header for header in self.headers if header[0] in _FRAMING)
+            self.parser = httptools.HttpRequestParser(self)
+            self._head_again = True
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing))
+            self._head_again = False
 
     def _probe(self, next_s: float) -> None:
         """Leave a client that has left; one that still waits for the beginning of its answer is asked again later."""

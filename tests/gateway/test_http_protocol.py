@@ -373,6 +373,32 @@ def test_a_block_that_was_left_hears_nothing_more() -> None:
     _play(scenario, application)
 
 
+@pytest.mark.parametrize("protocol", [b"Upgrade, HTTP2-Settings\r\nupgrade: h2c", b"Upgrade\r\nupgrade: websocket"])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_body_is_read_behind_the_offer_of_another_protocol(protocol: bytes, split: bool) -> None:
+    offer = _POST + b"connection: " + protocol + b"\r\n"
+
+    async def scenario(connect: Connect) -> None:
+        reader, writer = await connect()
+        for head, body, size in [
+            (offer + b"content-length: 4\r\n", b"body", b"4"),
+            (offer + b"transfer-encoding: chunked\r\n", b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n", b"5"),
+            (offer, b"", b"0"),
+            (_POST + b"content-length: 1\r\n", b"x", b"1"),
+        ]:
+            if split:
+                writer.write(head + b"\r\n")
+                await asyncio.sleep(0.01)  # or the kernel joins them
+                writer.write(body)
+            else:
+                writer.write((head + b"\r\n" + body) * 2)
+                assert await _answer(reader) == (200, size)
+            assert await _answer(reader) == (200, size)
+        writer.close()
+
+    _play(scenario)
+
+
 def test_an_answer_to_head_goes_out_without_the_body_that_it_tells_of() -> None:
     async def application(scope: Any, receive: Any, send: Any) -> None:
         await Exchange(scope, receive, send).answer([], b"{}", 405)
