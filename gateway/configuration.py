@@ -5,15 +5,17 @@ Every error is a ``ConfigError`` that names the source and the key, so that a ty
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
+import msgspec.inspect
 
 from cache_policy.policy import POLICY_NAMES
 from engine.models.catalog import DEFAULT_MODEL
@@ -328,6 +330,35 @@ def _convert(tree: _Tree, *, source: str, strict: bool) -> Config:
     try:
         return msgspec.convert(tree, Config, strict=strict)
     except msgspec.ValidationError as error:
+        for place, key, known in _unknown_keys(tree, msgspec.inspect.type_info(Config)):
+            close = difflib.get_close_matches(key, known, 1)
+            advice = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}."
+            raise ConfigError(
+                f"{source}: {place + ': ' if place else ''}there is no setting {key!r}; {advice}"
+            ) from error
         message, _, place = str(error).partition(" - at `")
         key = place.removesuffix("`").removeprefix("$").removeprefix(".")
         raise ConfigError(f"{source}: {key + ': ' if key else ''}{message}.") from error
+
+
+def _unknown_keys(value: Any, kind: msgspec.inspect.Type, place: str = "") -> Iterator[tuple[str, str, list[str]]]:
+    """Place and name of each key that is none of ours, with those that there are.
+
+    Names below ``[keys]`` are left out: by mistake one may be a key in plain text.
+    """
+    if isinstance(kind, msgspec.inspect.UnionType):
+        for member in kind.types:
+            yield from _unknown_keys(value, member, place)
+    elif isinstance(kind, msgspec.inspect.StructType) and isinstance(value, dict):
+        fields = {field.encode_name: field.type for field in kind.fields}
+        for name, inner in value.items():
+            if name not in fields:
+                yield place, name, sorted(fields)
+            else:
+                yield from _unknown_keys(inner, fields[name], f"{place}.{name}".lstrip("."))
+    elif isinstance(kind, msgspec.inspect.DictType) and isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _unknown_keys(inner, kind.value_type, f"{place}{'[...]' if place == 'keys' else f'.{name}'}")
+    elif isinstance(kind, msgspec.inspect.VarTupleType | msgspec.inspect.ListType) and isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _unknown_keys(inner, kind.item_type, f"{place}[{index}]")

@@ -58,6 +58,11 @@ def test_the_environment_reads_numbers_and_booleans_from_text() -> None:
     [
         ("[server]\nprot = 1\n", "prot"),
         ("[serve]\nport = 1\n", "serve"),
+        ("[server]\nprot = 8000\n", "server: there is no setting 'prot'; did you mean port?"),
+        ("[templates.faq]\nsystm = 'x'\n", "templates.faq: there is no setting 'systm'; did you mean system?"),
+        ("[[replicas]]\nulr = 'http://a'\n", "replicas[0]: there is no setting 'ulr'; did you mean url?"),
+        ("[tenants.a]\nquota = 1\n", "tenants.a: there is no setting 'quota'; there are: max_cached_blocks."),
+        ("[keys]\nsk-plain = {tennant = 'a'}\n", "keys[...]: there is no setting 'tennant'; did you mean tenant?"),
         ("[server]\nport = '8000'\n", "server.port"),
         ("[server]\nport = 70000\n", "server.port"),
         ("[canonical]\norder = 'random'\n", "canonical.order"),
