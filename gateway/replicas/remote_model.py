@@ -43,8 +43,8 @@ async def with_remote_model(config: Config) -> Config:
             return msgspec.structs.replace(config, engine=msgspec.structs.replace(engine, model=name))
         reasons.append(f"{replica.url} has {name!r} from {root!r}, which is no folder here with a tokenizer.json")
     raise ConfigError(
-        "With --replica, --model is needed: the folder with tokenizer.json and chat template of the model that the "
-        f"replicas serve. ({'; '.join(reasons)}.)"
+        f"Which model the replicas serve cannot be told: {'; '.join(reasons)}. Mend that, or name it with --model: the "
+        "folder with its tokenizer.json and chat template."
     )
 
 

@@ -124,7 +124,7 @@ def test_without_a_folder_the_model_has_to_be_given(headstart: Any, root: str | 
             done = headstart.run("serve", "--replica", url)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert "--model is needed" in done.stderr
+    assert "with --model" in done.stderr
     assert url in done.stderr
     assert (root is None) == ("cannot be reached" in done.stderr)
 
