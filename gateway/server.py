@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Final, TypeVar
 
+import structlog
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
@@ -24,6 +25,8 @@ from gateway.service import Gateway
 __all__ = ["run", "serve", "serving", "settle_memory"]
 
 _T = TypeVar("_T")
+
+_log = structlog.get_logger("headstart.serve")
 
 _BACKLOG: Final = 1024
 _KEEP_ALIVE_S: Final = 75
@@ -118,9 +121,16 @@ class _Server(uvicorn.Server):
         if self.force_exit:  # uvicorn would leave the application as it is
             await self.lifespan.shutdown()
 
-    def _end(self, _signal: signal.Signals) -> None:
+    def _end(self, number: signal.Signals) -> None:
         if self.should_exit:
             self.force_exit = True
+            _log.info("ending at once", signal=number.name)
+        else:
+            _log.info(
+                "ending: answers that are running may end, another signal cuts them off",
+                signal=number.name,
+                longest_s=self.config.timeout_graceful_shutdown,
+            )
         self.should_exit = True
         self.ended.set()
 

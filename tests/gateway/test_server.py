@@ -122,6 +122,8 @@ def test_a_second_signal_ends_at_once_and_without_a_traceback(model_folder: Call
         _, log = await process.communicate()
         assert process.returncode == 0
         assert b"Traceback" not in log
+        assert b"another signal cuts them off" in log
+        assert b"ending at once" in log
         writer.close()
 
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
