@@ -22,6 +22,7 @@ __all__ = ["Trace", "TraceError", "infer_block_size", "read_trace"]
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _BLOCK_SIZES: Final = tuple(2**power for power in range(21))
+_EXPECTED: Final = "expected an object with input_length and hash_ids; a log of request bodies is for headstart analyze"
 _HEADERS: Final = frozenset({"id", "key", "obj_id", "object_id"})
 
 
@@ -186,9 +187,9 @@ def _json_line(path: Path, line: int, text: bytes, decoder: msgspec.json.Decoder
         reason, _, place = str(error).partition(" - at `$")
         if field := place.rstrip("`").lstrip("."):
             raise TraceError(f"{path}: line {line}, field {_place(text, field)}: {reason}") from None
-        raise TraceError(f"{path}: line {line}: {reason}") from None
+        raise TraceError(f"{path}: line {line}: {reason} ({_EXPECTED})") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: line {line}: {error}") from None
+        raise TraceError(f"{path}: line {line}: {error} ({_EXPECTED})") from None
     if request.input_length < 0:
         raise TraceError(f"{path}: line {line}, field input_length: must not be negative, is {request.input_length}")
     if len(set(request.hash_ids)) < len(request.hash_ids):

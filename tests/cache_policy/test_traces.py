@@ -65,7 +65,7 @@ def test_ids_that_are_no_prefixes_are_read_and_named(tmp_path):
     [
         ("{", "trace.jsonl: line 2:"),
         ("[]", "trace.jsonl: line 2: Expected `object`"),
-        ("{}", "trace.jsonl: line 2: .*`input_length`"),
+        ("{}", "trace.jsonl: line 2: .*`input_length`.*headstart analyze"),
         ('{"input_length": 1}', "trace.jsonl: line 2: .*`hash_ids`"),
         ('{"input_length": "1", "hash_ids": []}', "line 2, field input_length: Expected `int`, got `str`"),
         ('{"input_length": -1, "hash_ids": []}', "line 2, field input_length: .*-1"),
