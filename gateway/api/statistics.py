@@ -36,19 +36,20 @@ __all__ = [
 ]
 
 _WINDOW: Final = re.compile(r"([1-9][0-9]{0,8})([mhd]?)")
-_Window = Annotated[str | None, QueryParameter(pattern=rf"^({_WINDOW.pattern}|all)$")]
+_Window = Annotated[str | None, QueryParameter(description="5m, 24h, 30d, or all")]
 _MINUTES: Final = {"": 1, "m": 1, "h": 60, "d": 24 * 60}
 
 
 def window_minutes(window: str | None) -> int | None:
     """The minutes of a window such as ``5m``, ``24h``, ``30d`` or ``90`` (minutes); None for everything ever counted.
 
-    Raises ``InvalidRequestError`` for more than thirty days.
+    Raises ``InvalidRequestError`` for what is none, and for more than thirty days.
     """
     if window is None or window == "all":
         return None
     match = _WINDOW.fullmatch(window)
-    assert match is not None, "the route's pattern has let it pass"
+    if match is None:
+        raise InvalidRequestError(f"window {window[:32]!r}: give one such as 5m, 24h or 30d, or all.", param="window")
     minutes = int(match[1]) * _MINUTES[match[2]]
     if minutes > LONGEST_WINDOW_MINUTES:
         raise InvalidRequestError(f"window {window}: the longest is 30d; or all.", param="window")

@@ -77,9 +77,10 @@ class TemplateRegistry:
         """The template called ``name`` or ``NAME@VERSION``. Raises ``InvalidRequestError`` when there is none."""
         template = self._by_name.get(name)
         if template is None:
-            known = ", ".join(sorted({template.name for template in self._most_specific_first})) or "none is registered"
+            known = ", ".join(sorted({template.name for template in self._most_specific_first}))[:512]
+            there = f"there are: {known}" if known else "none is registered"
             raise InvalidRequestError(
-                f"headstart.template: there is no template {name[:80]!r} ({known[:512]}).", param="headstart.template"
+                f"headstart.template: there is no template {name[:80]!r} ({there}).", param="headstart.template"
             )
         return template
 

@@ -43,7 +43,9 @@ def list_models(as_json: bool) -> None:
             ]
         )
         return
-    table = Table("Name", "What it is", "Licence", "Download", "Where")
+    table = Table()
+    for heading in ("Name", "What it is", "Licence", "Download", "Where"):  # names and folders are there to be copied
+        table.add_column(heading, overflow="fold", no_wrap=heading == "Name")
     for entry in CATALOG.values():
         folder = folders[entry.name]
         where = "not fetched yet" if folder is None else str(folder)
