@@ -126,9 +126,10 @@ class Replica(Protocol):
 
     ``id`` is stable over restarts (``engine-0``) and safe in headers and metric labels. ``url`` is that of a remote
     server. ``restarts`` tells whether this gateway starts it again when it ends, so that it is worth waiting for.
-    ``info`` and ``load`` are None until the first ``on_ready``. ``down_reason`` says in words why ``state`` is not
-    READY, ``degraded`` what does not work as it should although it is. ``reads_tokens``: prompts may go there as token
-    ids. Of a server whose tokenizer was not shown to be this gateway's they would be another text.
+    ``info`` and ``load`` are None until the first ``on_ready``, ``load`` also while there is no engine.
+    ``down_reason`` says in words why ``state`` is not READY, ``degraded`` what does not work as it should although it
+    is. ``reads_tokens``: prompts may go there as token ids. Of a server whose tokenizer was not shown to be this
+    gateway's they would be another text.
     """
 
     id: str

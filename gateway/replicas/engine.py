@@ -276,6 +276,7 @@ class EngineReplica(OwnEngineReplica):
     def _lost(self, reason: str, pause_s: float) -> None:
         was_ready = self.state is ReplicaState.READY
         self._connection = None
+        self.load = None  # what ran there runs no more, and nothing will tell so before it is back
         self._left()
         if self.state is ReplicaState.STOPPED:
             return
