@@ -152,6 +152,7 @@ class EngineLauncher:
             env=module_environment(),
             start_new_session=True,  # Ctrl-C in the terminal reaches the gateway alone, which drains first
         )  # fmt: skip
+        _log.info("engine is starting: its model has to be loaded first", replica=replica_id, pid=process.pid)
         return EngineProcess(process, socket, replica_id)
 
     def close(self) -> None:

@@ -72,7 +72,9 @@ class StoreConnection:
         parts = urlsplit(url)
         scheme = _SCHEME.fullmatch(parts.scheme)
         if scheme is None:
-            raise ValueError("it begins with redis://, rediss://, unix://, or redis+sentinel:// or redis+cluster://.")
+            raise ValueError(
+                "it has to be one that begins with redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://."
+            )
         # No retries of the client's own: they are silent, and the loop tries again anyway.
         settings: dict[str, Any] = {
             "retry": Retry(NoBackoff(), 0),
