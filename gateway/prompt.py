@@ -277,16 +277,18 @@ class _Guard:
         spelling = "|".join(map(re.escape, sorted(self._names, key=len, reverse=True))) or "(?!)"
         opening, closing = re.escape(self._open), re.escape(self._close)
         self._spelling: Final = re.compile(spelling)
+        openings = {name[:1] for name in self._names}
+        self._opening: Final = openings.pop() if len(openings) == 1 else ""  # faster to look for than all of them
         self._swap: Final = re.compile(f"{opening}({spelling}){closing}|{opening}|{closing}|({spelling})")
         self._path: Final = path
 
     def spelled_in(self, value: Any) -> bool:
         """Whether any string within ``value`` spells a control token."""
-        search, waiting = self._spelling.search, [value]
+        search, opening, waiting = self._spelling.search, self._opening, [value]
         while waiting:
             item = waiting.pop()
             if isinstance(item, str):
-                if search(item):
+                if opening in item and search(item):
                     return True
             elif isinstance(item, dict):
                 waiting += item

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -236,10 +236,11 @@ class RequestPath:
     def _root_of(self, body: SamplingFields, caller: Caller) -> Callable[[Candidate], bytes]:
         """The key root per replica: who asks (never the body alone), which weights, and the body's own narrowing."""
 
-        def root(candidate: Candidate) -> bytes:
-            return self.root(caller.tenant, candidate.info.fingerprint, body.cache_salt)
+        @cache
+        def root(fingerprint: str) -> bytes:
+            return self.root(caller.tenant, fingerprint, body.cache_salt)
 
-        return root
+        return lambda candidate: root(candidate.info.fingerprint)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ __all__ = ["WordEncoder"]
 _MAX_WORDS: Final = 1 << 16
 """Words remembered, some 12 MB; when there are more, all are forgotten."""
 _MAX_CHARS: Final = 32
+_MAX_DIGITS: Final = 4  # with the blank before them
 _BEFORE_DIGITS: Final = f" {digits}"
 
 _CLASS: Final = re.compile(r"\[[^\]]*\]")
@@ -92,7 +93,7 @@ class WordEncoder:
 class _Words(dict[str, bytes]):
     """The ids of each word, looked up once; those of numbers put together from their digits, where they are just that.
 
-    Hardly a number comes twice.
+    Hardly a number comes twice, unless it is a short one.
     """
 
     def __init__(self, tokenizer: Tokenizer, definition: Mapping[str, Any]) -> None:
@@ -107,9 +108,12 @@ class _Words(dict[str, bytes]):
 
     def __missing__(self, word: str) -> bytes:
         if self._digits_alone and len(word) > 1 and word[1:].isdigit() and word[0] in _BEFORE_DIGITS:
-            return b"".join(map(self.__getitem__, word))
-        data = token_bytes([token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL))])
-        if len(word) <= _MAX_CHARS:
+            data = b"".join(map(self.__getitem__, word))
+            most = _MAX_DIGITS
+        else:
+            data = token_bytes([token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL))])
+            most = _MAX_CHARS
+        if len(word) <= most:
             if len(self) >= _MAX_WORDS:
                 self.clear()
             self[word] = data

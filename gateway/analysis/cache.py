@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
+from itertools import takewhile
 from typing import Final, Protocol
 
 from cache_policy.ghosts import GhostCache
@@ -49,12 +50,8 @@ class _Endless:
         self.resident: set[bytes] = set()
 
     def request(self, keys: Sequence[bytes], hit: int = 0) -> int:
-        resident = self.resident
-        for key in keys[hit:]:
-            if key not in resident:
-                break
-            hit += 1
-        resident.update(keys[hit:])
+        hit += len([*takewhile(self.resident.__contains__, keys[hit:])])
+        self.resident.update(keys[hit:])
         return hit
 
 
@@ -72,10 +69,7 @@ class _LeastRecent:
 
     def request(self, keys: Sequence[bytes], hit: int = 0) -> int:
         held = self._held
-        for key in keys[hit:]:
-            if key not in held:
-                break
-            hit += 1
+        hit += len([*takewhile(held.__contains__, keys[hit:])])
         keep, leave = held.move_to_end, held.popitem
         for key in reversed(keys[hit : self._blocks]):  # the first blocks leave last
             held[key] = None

@@ -34,7 +34,7 @@ class Message(msgspec.Struct, frozen=True):
 
     def with_content(self, content: str) -> Message:
         """The same turn with another text."""
-        return msgspec.structs.replace(self, content=content)
+        return self if content == self.content else msgspec.structs.replace(self, content=content)
 
 
 def read_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Final, Literal
 
 import msgspec
@@ -304,9 +305,7 @@ def _placed(
     if use_cache:
         most = (len(tokens) // TOKEN_BYTES - 1) // size  # the last prompt token is always computed
         # Also the blocks of the path that was found are looked up: its search takes those before a block for held.
-        cached = size * next(
-            (index for index, key in enumerate(keys[:most]) if key not in resident), min(most, len(keys))
-        )
+        cached = size * len([*takewhile(resident.__contains__, keys[:most])])
     led = len(order.path.documents)
     presumed = int(_PRESUMED_SHARE * len(tokens) // TOKEN_BYTES) if candidate.replica_id == home else 0
     return Placement(candidate, tokens, root, keys, cached, order.indexes, order.mode, led, prompt, presumed)
