@@ -181,9 +181,8 @@ class _Pass(ABC):
 class CanonicalPass(_Pass):
     """The prompts as the gateway would lay them out, ordered for each cache by what it holds."""
 
-    def __init__(self, job: Job, renderer: PromptRenderer | None = None) -> None:
-        """``renderer`` is one for the job's folder, where there is one already."""
-        super().__init__(job, job.canonical, renderer)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job, job.canonical, None)
         self._seen: set[int] = set()
 
     def take(self, line: int, body: LoggedRequest) -> None:
@@ -223,8 +222,9 @@ class CanonicalPass(_Pass):
 class AsIsPass(_Pass):
     """The prompts as they are, and for every missed token the cause, in the smallest of the caches."""
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job, _AS_IS, None, alike=True)
+    def __init__(self, job: Job, renderer: PromptRenderer | None = None) -> None:
+        """``renderer`` is one for the job's folder, where there is one already."""
+        super().__init__(job, _AS_IS, renderer, alike=True)
         # Fields are the cause of misses whether the gateway is to move them or not.
         self._recognition: Final = self.request_path(msgspec.structs.replace(job.canonical, hoist="apply"))
         self._endless: Final = (

@@ -52,8 +52,8 @@ def analyze(job: Job, progress: Callable[[str, float], None], ordered: Path | No
             canonical = CanonicalPass(job).run(lambda fraction: progress("Replaying", 0.5 + fraction / 2))
         else:
             worker.begin(job)
-            as_is = AsIsPass(job).run(lambda fraction: progress("Replaying", fraction))
-            canonical = worker.result()
+            canonical = CanonicalPass(job).run(lambda fraction: progress("Replaying", fraction))
+            as_is = worker.result()
     report = make_report(job, as_is, canonical)
     if not report.analysis.requests:
         first = f", the first: {report.bad_lines[0]}" if report.bad_lines else ""
@@ -74,12 +74,15 @@ def _no_search_for_cycles() -> Iterator[None]:
 
 
 class _Worker:
-    """A process for the canonical pass. Owned by the analysis, which ends it whatever happens."""
+    """A process for the pass as it is, the shorter one: it begins later, as it has to get up first.
+
+    Owned by the analysis, which ends it whatever happens.
+    """
 
     def __init__(self, job: Job) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, job.folder), name="canonical-pass", daemon=True)
+        self._process = context.Process(target=_work, args=(theirs, job.folder), name="as-is-pass", daemon=True)
         self._process.start()
         theirs.close()
 
@@ -93,7 +96,7 @@ class _Worker:
         try:
             result = self._connection.recv()
         except EOFError:
-            raise LogError("The process that replays canonicalized prompts has ended early.") from None
+            raise LogError("The process that replays prompts as they are has ended early.") from None
         if isinstance(result, HeadstartError):
             raise result
         assert isinstance(result, PassResult)
@@ -114,7 +117,7 @@ def _work(connection: Connection, folder: Path) -> None:
     try:
         with _no_search_for_cycles():
             renderer = PromptRenderer(folder, lazy=True)
-            result = CanonicalPass(connection.recv(), renderer).run(lambda fraction: None)
+            result = AsIsPass(connection.recv(), renderer).run(lambda fraction: None)
     except HeadstartError as error:
         result = error
     except EOFError:  # the parent has given up
