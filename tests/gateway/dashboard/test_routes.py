@@ -15,6 +15,7 @@ from litestar import Litestar
 from litestar.di import Provide
 from litestar.testing import TestClient
 
+from gateway.api.errors import EXCEPTION_HANDLERS
 from gateway.api.statistics import admin_stats, prometheus
 from gateway.config import RedisConfig
 from gateway.dashboard.feed import WINDOWS, Feed
@@ -46,6 +47,7 @@ def client(statistics: Statistics) -> Iterator[TestClient[Litestar]]:
             "statistics": Provide(lambda: statistics, sync_to_thread=False),
             "exposition": Provide(lambda: Exposition(statistics), sync_to_thread=False),
         },
+        exception_handlers=EXCEPTION_HANDLERS,
     )
     with TestClient(app) as client:
         yield client

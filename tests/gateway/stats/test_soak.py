@@ -28,6 +28,7 @@ CONCURRENCY = 10
 PACKAGES = ("gateway.", "engine.", "cache_policy.")
 BOUNDED = {
     "Agreement._requests",
+    "Batch._keys",
     "DistinctKeys._kept",
     "DocumentSums",
     "DocumentSums.missed",
@@ -39,7 +40,10 @@ BOUNDED = {
     "Statistics._latest",
     "Sums.ttft",
 }
-"""What keeps the latest of something, or counts in classes: each has a limit that a short run does not reach."""
+"""What keeps the latest of something, or counts in classes: each has a limit that a short run does not reach.
+
+Of an exchange with Redis one may be under way.
+"""
 
 SMALL = 0.05
 """What may be left of a request on the average, in objects of a type or entries: what is bounded still fills."""
