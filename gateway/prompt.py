@@ -7,11 +7,8 @@ as the ordinary text they are; every other prompt has exactly the ids that Huggi
 from __future__ import annotations
 
 import copy
-import re
-import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,10 +18,12 @@ from tokenizers import Tokenizer
 from cache_policy.keys import TOKEN_BYTES, token_list
 from gateway.canonical.messages import Message
 from gateway.chat_template import ChatTemplate
+from gateway.control_tokens import ControlTokenGuard
 from gateway.document_cuts import DocumentCuts, cut_at_documents
 from gateway.errors import ConfigError, InvalidRequestError
 from gateway.segments import CutRule, SegmentEncoder, TooManyTokens, cut_rule, refuse_hopeless
 from gateway.spelling import TokenSpellings
+from gateway.tokenizer_files import load_tokenizer, read_definition, read_json, special_spellings, template_source
 from gateway.words import WordEncoder
 
 __all__ = ["DocumentTokens", "PromptRenderer", "PromptText"]
@@ -75,18 +74,20 @@ class PromptRenderer:
         definition_path = folder / "tokenizer.json"
         if not definition_path.is_file():
             raise ConfigError(f"{definition_path} is missing: a model folder needs its fast tokenizer.")
-        self._tokenizer: Final = _load(definition_path)
-        definition, vocab_size = _read_definition(definition_path)
+        self._tokenizer: Final = load_tokenizer(definition_path)
+        definition, vocab_size = read_definition(definition_path)
         self.vocab_size: Final = vocab_size
-        settings = _read_json(folder / "tokenizer_config.json")
-        template = _template_source(folder, settings)
-        self._template: Final = None if template is None else ChatTemplate(template, _special_spellings(settings))
+        settings = read_json(folder / "tokenizer_config.json")
+        template = template_source(folder, settings)
+        self._template: Final = None if template is None else ChatTemplate(template, special_spellings(settings))
         self.spellings: Final = TokenSpellings(self._tokenizer)
         self._rule: Final = cut_rule(definition)
         self._segment_capacity: Final = segment_capacity
         self._by_words = True
         self._segments = self._segment_encoder(self._tokenizer, definition, segment_capacity)
-        self._guard: Final = _Guard(definition, definition_path, self._template.literal_text if self._template else "")
+        self._guard: Final = ControlTokenGuard(
+            definition, definition_path, self._template.literal_text if self._template else ""
+        )
         if not lazy:
             _ = self._guarded_segments
 
@@ -257,108 +258,6 @@ class PromptRenderer:
         return self._guarded_segments
 
 
-class _Guard:
-    """Tells control tokens that the template wrote from text that merely spells them.
-
-    It keeps a second tokenizer in which control tokens go by secret names. The callers' spellings are wrapped in marks
-    before rendering; afterwards unmarked spellings, which only the template can have written, get their secret name and
-    the marks vanish. Names and marks are random per process, so that no text can contain them.
-    """
-
-    def __init__(self, definition: dict[str, Any], path: Path, template_text: str) -> None:
-        """``definition`` is that of the ``tokenizer.json`` at ``path``, with or without its vocabulary."""
-        nonce = secrets.token_hex(8)
-        self._open, self._close = f"\U000f0000{nonce}<", f">{nonce}\U000f0000"
-        self._names = {
-            token["content"]: f"\U000f0001{nonce}:{token['id']}\U000f0001"
-            for token in definition.get("added_tokens") or ()
-            if _is_control(token, template_text)
-        }
-        spelling = "|".join(map(re.escape, sorted(self._names, key=len, reverse=True))) or "(?!)"
-        opening, closing = re.escape(self._open), re.escape(self._close)
-        self._spelling: Final = re.compile(spelling)
-        openings = {name[:1] for name in self._names}
-        self._opening: Final = openings.pop() if len(openings) == 1 else ""  # faster to look for than all of them
-        self._swap: Final = re.compile(f"{opening}({spelling}){closing}|{opening}|{closing}|({spelling})")
-        self._path: Final = path
-
-    def spelled_in(self, value: Any) -> bool:
-        """Whether any string within ``value`` spells a control token."""
-        search, opening, waiting = self._spelling.search, self._opening, [value]
-        while waiting:
-            item = waiting.pop()
-            if isinstance(item, str):
-                if opening in item and search(item):
-                    return True
-            elif isinstance(item, dict):
-                waiting += item
-                waiting += item.values()
-            elif isinstance(item, list):
-                waiting += item
-        return False
-
-    def refuse_hopeless(self, texts: Iterable[str], limit: int) -> None:
-        """Raise ``TooManyTokens`` when ``texts`` spell more than ``limit`` control tokens.
-
-        Each of them takes one token at least, being no word of the vocabulary but as a control token.
-        """
-        spelled = sum(1 for _ in islice(chain.from_iterable(map(self._spelling.finditer, texts)), limit + 1))
-        if spelled > limit:
-            raise TooManyTokens(spelled)
-
-    def mark(self, value: Any) -> Any:
-        """``value`` with all spellings of control tokens wrapped in marks."""
-        if isinstance(value, str):
-            return self._spelling.sub(lambda match: f"{self._open}{match.group()}{self._close}", value)
-        if isinstance(value, dict):
-            return {self.mark(key): self.mark(item) for key, item in value.items()}
-        return [self.mark(item) for item in value] if isinstance(value, list) else value
-
-    def swap(self, rendered: str) -> str:
-        """Give the template's control tokens their secret names and take the marks away."""
-
-        def replace(match: re.Match[str]) -> str:
-            marked, bare = match.groups()
-            return self._names[bare] if bare else marked or ""
-
-        return self._swap.sub(replace, rendered)
-
-    def renamed(self) -> tuple[Tokenizer, dict[str, Any]] | None:
-        """The tokenizer that knows control tokens by their secret names only, and its definition.
-
-        None where that cannot be.
-        """
-        names, definition = self._names, _read_json(self._path)
-        model = dict(definition["model"])
-        vocabulary = model.get("vocab")
-        if isinstance(vocabulary, dict):
-            model["vocab"] = {names.get(token, token): index for token, index in vocabulary.items()}
-        elif isinstance(vocabulary, list):
-            model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
-        if model.get("unk_token") in names:
-            model["unk_token"] = names[model["unk_token"]]
-        added = [
-            token | {"content": names.get(token["content"], token["content"])} for token in definition["added_tokens"]
-        ]
-        renamed = definition | {"model": model, "added_tokens": added, "post_processor": None}
-        try:
-            tokenizer = Tokenizer.from_str(msgspec.json.encode(renamed).decode())
-        except Exception:  # tokenizers raises plain Exception for whatever a definition lacks
-            return None
-        expected = {token["content"]: token["id"] for token in added}
-        if any(tokenizer.token_to_id(name) != index for name, index in expected.items()):
-            return None
-        return tokenizer, renamed
-
-
-def _is_control(token: dict[str, Any], template_text: str) -> bool:
-    """Added tokens that steer the model. Others (runs of blanks, HTML tags) are text that got an id of its own."""
-    content: str = token["content"]
-    if not content.strip():
-        return False
-    return bool(token.get("special")) or content in template_text or (content[:2] == "<|" and content[-2:] == "|>")
-
-
 def _template_message(message: Message, knows_developer: bool) -> dict[str, Any]:
     role = "system" if message.role == "developer" and not knows_developer else message.role
     turn: dict[str, Any] = {"role": role, "content": message.content}
@@ -396,61 +295,3 @@ def _position(text: str, blocks: Sequence[str], separator: str) -> int | None:
         if at < 0 or text.startswith(body, at):
             return None if at < 0 else at
     return None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds no JSON object.")
-    return value
-
-
-def _read_definition(path: Path) -> tuple[dict[str, Any], int]:
-    """What ``tokenizer.json`` says of a tokenizer besides its vocabulary and merges, and one more than the highest id.
-
-    Those are nearly all of it, and the tokenizer itself has read them.
-    """
-    fields = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
-    model = msgspec.json.decode(fields.pop("model"), type=dict[str, msgspec.Raw])
-    vocabulary = msgspec.json.decode(model.pop("vocab"))
-    model.pop("merges", None)
-    definition = {key: msgspec.json.decode(raw) for key, raw in fields.items()}
-    definition["model"] = {key: msgspec.json.decode(raw) for key, raw in model.items()}
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    added = [token["id"] for token in definition.get("added_tokens") or ()]
-    return definition, 1 + max(chain(ids, added))
-
-
-def _load(path: Path) -> Tokenizer:
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise ConfigError(f"{path} cannot be used: {error}.") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _template_source(folder: Path, settings: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _special_spellings(settings: dict[str, Any]) -> dict[str, str]:
-    spellings: dict[str, str] = {}
-    for key, value in settings.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(content, str):
-            spellings[key] = content
-    return spellings
