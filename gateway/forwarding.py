@@ -237,7 +237,7 @@ class _Account:
             return
         usage = _Usage() if forwarding is None else forwarding.usage
         details = usage.prompt_tokens_details
-        first_at = None if forwarding is None else forwarding.first_at
+        first_at = forwarding.first_at if forwarding is not None and forwarding.streamed else None
         cached = min((details.cached_tokens if details is not None else None) or 0, usage.prompt_tokens)
         missed = usage.prompt_tokens - cached
         self._statistics.record(

@@ -41,8 +41,8 @@ SamplingChoice = Callable[[Plan, EngineInfo], Sampling]
 class Terms(msgspec.Struct, frozen=True):
     """What is asked of a replica whatever the prompt is: how many choices, and the rules for its caller.
 
-    ``prompt_only`` throws away what is generated: a replica generates one token at least. ``whole`` is as in
-    ``GenerationRequest``.
+    ``prompt_only`` throws away what is generated: a replica generates one token at least. ``whole``: nobody reads the
+    answer before its end.
     """
 
     n: int = 1
@@ -97,7 +97,7 @@ class Generation:
     Iterate to get the outputs of its ``n`` choices as they come; the counts are complete afterwards. ``cached_tokens``
     is known from the start where the replica's engine is ours, at the end elsewhere, and None until then and where the
     replica does not tell. ``prompt_logprobs`` are there from the start, if they were asked for. ``finish_reasons`` has
-    those of the choices that have ended, by index.
+    those of the choices that have ended, by index. ``ttft_s`` is None where the answer was asked for as one.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Generation:
         sampling: Sampling,
         first: Output,
         outputs: AsyncGenerator[Output, None],
-        ttft_s: float,
+        ttft_s: float | None,
     ) -> None:
         self.plan: Final = plan
         self.sampling: Final = sampling
@@ -117,6 +117,8 @@ class Generation:
         self.cached_tokens = first.cached_tokens
         self.completion_tokens = 0
         self.finish_reasons: dict[int, str] = {}
+        self.ended = False
+        """Whether every choice has come to its end."""
         self.prefill_s = first.prefill_s or 0.0
         self.ttft_s: Final = ttft_s
         self._prompt_only: Final = terms.prompt_only
@@ -130,20 +132,17 @@ class Generation:
 
     def attributes(self) -> dict[str, str | int | float]:
         """What a trace says of it."""
-        return {
+        told: dict[str, str | int | float] = {
             "headstart.replica": self.plan.replica_id,
             "headstart.tenant": self.plan.tenant,
             "headstart.template": self.plan.template,
             "headstart.prompt_tokens": self.prompt_tokens,
             "headstart.cached_tokens": self.cached_tokens or 0,
             "headstart.completion_tokens": self.completion_tokens,
-            "headstart.ttft_s": self.ttft_s,
         }
-
-    @property
-    def ended(self) -> bool:
-        """Whether every choice has come to its end."""
-        return len(self.finish_reasons) == self.n
+        if self.ttft_s is not None:
+            told["headstart.ttft_s"] = self.ttft_s
+        return told
 
     def __aiter__(self) -> Generation:
         return self
@@ -176,6 +175,7 @@ class Generation:
             self.answer.add(output)
         if output.finish_reason is not None:
             self.finish_reasons[output.index] = output.finish_reason
+            self.ended = len(self.finish_reasons) == self.n
 
 
 class _Attempt:
@@ -186,7 +186,6 @@ class _Attempt:
     def __init__(self, flight: Flight, outputs: AsyncGenerator[Output, None]) -> None:
         self.flight: Final = flight
         self.outputs: Final = outputs
-        flight.__enter__()
 
     async def close(self, error: BaseException | None = None) -> None:
         """End it, with the ``error`` that it ended with."""
@@ -354,29 +353,31 @@ class Dispatcher:
         if replica is None or replica.info is None:  # while a long prompt was planned
             raise ReplicaUnavailable("The replica that was chosen has gone; try again.")
         plan = account.planned(plan, replica.info)
+        chosen = sampling(plan, replica.info)
+        flight = account.flight = self._router.dispatch(plan)
+        flight.__enter__()
         request = GenerationRequest(
             plan.token_ids,
             plan.root,
-            sampling(plan, replica.info),
+            chosen,
             plan.use_cache,
             terms.n,
             terms.service_class.priority,
             terms.service_class.max_running,
             plan.tenant,
             terms.tenant.max_cached_blocks,
-            terms.whole,
+            terms.whole and plan.arm is None and flight.leave_untimed(),
         )
-        attempt = _Attempt(self._router.dispatch(plan), replica.generate(request))
-        account.flight = attempt.flight
+        attempt = _Attempt(flight, replica.generate(request))
         try:
             with stage("prefill"):
                 first = await anext(attempt.outputs)
-            attempt.flight.prefilled()
+            flight.prefilled()
         except BaseException as error:
             await attempt.close(error)
             raise
-        ttft_s = time.monotonic() - account.arrived
-        return attempt, Generation(plan, terms, request.sampling, first, attempt.outputs, ttft_s)
+        ttft_s = None if flight.untimed else time.monotonic() - account.arrived
+        return attempt, Generation(plan, terms, chosen, first, attempt.outputs, ttft_s)
 
     async def _avoid(self, tried: Counter[str]) -> Set[str]:
         """The replicas to leave out: those that failed the request, unless one of them is all there is.

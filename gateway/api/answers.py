@@ -26,6 +26,7 @@ _encode = msgspec.json.Encoder().encode
 
 DONE: Final = b"data: [DONE]\n\n"
 _NULL: Final = b"null"
+_TEXT: Final = b"\0"  # stands for it: in JSON there is none
 
 
 class _PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -137,6 +138,7 @@ class AnswerFormat(ABC):
         self._shown = shown
         self._writer: LogprobsWriter | None = None
         self._prompt_logprobs: Raw | UnsetType = UNSET
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
         head = {"id": self.id, "object": self.event_object_name, "created": self.created, "model": model}
         self._head: Final = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._tail: Final = b'],"usage":null}\n\n' if shown.usage else b"]}\n\n"
@@ -163,6 +165,9 @@ class AnswerFormat(ABC):
 
     def text_event(self, index: int, text: str, logprobs: Piece | None) -> bytes:
         """An event with new text of a choice, or with new tokens whose text is not certain yet."""
+        if logprobs is None:
+            before, after = self._frames.get(index) or self._frame(index)
+            return before + _encode(text) + after
         return self._event(index, self._text_choice(_encode(text), self._logprobs([logprobs] if logprobs else [])))
 
     def finish_event(self, index: int, finish_reason: str) -> bytes:
@@ -179,6 +184,12 @@ class AnswerFormat(ABC):
     def error_event(error: HeadstartError) -> bytes:
         """What ends a stream that cannot be finished. No ``[DONE]`` follows, so that nobody takes it for complete."""
         return b"data: " + encode_error(error) + b"\n\n"
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """What stands around the text in each event of a choice without log-probabilities."""
+        before, _, after = self._event(index, self._text_choice(_TEXT, _NULL)).partition(_TEXT)
+        self._frames[index] = before, after
+        return before, after
 
     def _event(self, index: int, choice: bytes) -> bytes:
         """An event with one choice; ``choice`` is what follows its index."""

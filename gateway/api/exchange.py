@@ -93,12 +93,14 @@ class Connection(Protocol):
 class Exchange:
     """Reads one request and writes one answer. Owned by the task that handles the request."""
 
-    __slots__ = ("_chunked", "_head", "_receive", "_scope", "_send", "started")
+    __slots__ = ("_chunked", "_connection", "_head", "_receive", "_scope", "_send", "started")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
+        extensions: Any = scope["extensions"]
+        self._connection: Connection = extensions[CONNECTION]
         self._head: Message | None = None  # goes out with the first of the body
         self._chunked = False  # its length is not told
         self.started = False
@@ -181,11 +183,17 @@ class Exchange:
     def start_relay(self, status: int, headers: Headers) -> None:
         """Begin an answer that somebody else gives, with the next of it that is sent."""
         self._start(headers, status)
+        self._chunked = all(name != b"content-length" for name, _ in headers)
+
+    def send_at_once(self, data: bytes) -> bool:
+        """Send one or more events of a stream that has begun; False where ``send_events`` has to wait for the client.
+
+        An event costs half of it: no coroutine, and no message for ASGI.
+        """
+        return self._head is None and self._chunked and self._connection.write_chunk(data)
 
     async def send_events(self, data: bytes) -> None:
         """Send one or more events; waits while the client does not read."""
-        if self._head is None and self._chunked and data and self._connection.write_chunk(data):
-            return
         await self._send_body(data, more=True)
 
     async def end_events(self, data: bytes) -> None:
@@ -201,12 +209,6 @@ class Exchange:
     def watch(self) -> ClientWatch:
         """A block that is cancelled when the client leaves. Only after ``body``."""
         return ClientWatch(self._connection)
-
-    @property
-    def _connection(self) -> Connection:
-        extensions: Any = self._scope["extensions"]
-        connection: Connection = extensions[CONNECTION]
-        return connection
 
     def _start(self, headers: Headers, status: int = 200) -> None:
         self.started = True

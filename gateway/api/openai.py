@@ -223,7 +223,8 @@ async def _stream(exchange: Exchange, generation: Generation, format: AnswerForm
         if generation.ended:
             await exchange.end_events(events + format.closing_events(_usage(generation)))
         elif events or not begun:
-            await exchange.send_events(events)
+            if not begun or not exchange.send_at_once(events):
+                await exchange.send_events(events)
             events, begun = b"", True
 
 

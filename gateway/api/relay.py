@@ -92,5 +92,6 @@ async def _answer(exchange: Exchange, forwarding: Forwarding) -> None:
     if first:
         await exchange.send_events(first)
     async for data in chunks:
-        await exchange.send_events(data)
+        if not exchange.send_at_once(data):
+            await exchange.send_events(data)
     await exchange.end_events(b"")

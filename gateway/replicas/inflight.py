@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from engine.wire import Output
 from gateway.errors import ContextLengthError, GenerationError, HeadstartError, InvalidRequestError, ReplicaLost
+from gateway.replicas.outputs import merged
 
 __all__ = ["InFlight", "Mailbox"]
 
@@ -67,7 +68,7 @@ class Mailbox:
         self._outputs = [output for output in self._outputs if output.index != index]
         if outputs[-1].error is not None:
             raise _request_error(outputs[-1].error)
-        output = outputs[0] if len(outputs) == 1 else _merged(outputs)
+        output = merged(outputs)
         self._produced = self._produced or bool(output.token_ids)
         return output
 
@@ -127,24 +128,6 @@ class InFlight:
         del self._mailboxes[mailbox.id]
         if not self._mailboxes:
             self._idle.set()
-
-
-def _merged(outputs: list[Output]) -> Output:
-    """Successive outputs of one choice as one. What is said once (with the first output) is kept."""
-    first, last = outputs[0], outputs[-1]
-    return Output(
-        first.id,
-        "".join([output.text for output in outputs]),
-        tuple([token for output in outputs for token in output.token_ids]),
-        last.finish_reason,
-        first.cached_tokens,
-        first.prefill_s,
-        first.queue_s,
-        last.error,
-        first.index,
-        tuple([entry for output in outputs for entry in output.logprobs]),
-        first.prompt_logprobs,
-    )
 
 
 def _request_error(error: tuple[str, str]) -> HeadstartError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from engine.wire import Output, Sampling, TokenLogprobs
 from gateway.errors import HeadstartError, InvalidRequestError, ReplicaRefusal
 from gateway.replicas.base import CountedOutput, GenerationRequest
+from gateway.replicas.outputs import runs_merged
 
 __all__ = ["AnswerReader", "BrokenAnswer", "FailedAnswer", "completion_body", "refusal"]
 
@@ -33,14 +35,14 @@ class FailedAnswer(Exception):
 # --- the request ---------------------------------------------------------------------------------------
 
 
-def completion_body(model: str, request: GenerationRequest) -> bytes:
-    """The JSON body that asks the server for ``request``.
+def completion_body(model: str, request: GenerationRequest, *, stream: bool) -> bytes:
+    """The JSON body that asks the server for ``request``, as a ``stream`` of events or as one answer.
 
     Every value is given, also one that says nothing: what is left out, servers take from the model's own defaults. The
     namespace goes out as ``cache_salt``; of a request that shall not use the cache it is one that nobody else has.
 
     Raises:
-        InvalidRequestError: Something is asked for that such a server cannot be asked for in a stream.
+        InvalidRequestError: Something is asked for that such a server cannot be asked for.
     """
     sampling = request.sampling
     _refuse_unsupported(sampling)
@@ -61,9 +63,10 @@ def completion_body(model: str, request: GenerationRequest) -> bytes:
         "ignore_eos": sampling.ignore_eos,
         "min_tokens": sampling.min_tokens,
         "cache_salt": request.root.hex() if request.use_cache else secrets.token_hex(16),
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream": stream,
     }
+    if stream:
+        body["stream_options"] = {"include_usage": True}
     if sampling.seed is not None:
         body["seed"] = sampling.seed
     if sampling.logit_bias:
@@ -139,7 +142,7 @@ _error_decoder: Final = msgspec.json.Decoder(_ErrorBody)
 
 
 class AnswerReader:
-    """Turns the events of one streamed answer into outputs. Owned by the request.
+    """Turns one answer, whole or the events of a stream, into outputs. Owned by the request.
 
     The end of the choice that ends last is held back until the answer's own end, which brings the counts; its text
     is not.
@@ -179,8 +182,33 @@ class AnswerReader:
             self._usage = event.usage
         return [output for choice in event.choices if (output := self._output(choice)) is not None]
 
-    def end(self) -> CountedOutput:
+    def read_all(self, events: Sequence[bytes]) -> tuple[list[Output], Exception | None]:
+        """What several events say that came together, and how ``read`` fails after that.
+
+        The text of one choice is one output then: whoever is late with one event has one less to send on.
+        """
+        if len(events) == 1:
+            return self.read(events[0]), None
+        outputs: list[Output] = []
+        try:
+            for data in events:
+                outputs += self.read(data)
+        except (BrokenAnswer, FailedAnswer, HeadstartError) as failure:
+            return runs_merged(outputs), failure
+        return runs_merged(outputs), None
+
+    def whole(self, data: bytes) -> tuple[list[Output], CountedOutput]:
+        """The outputs of an answer that is not streamed, the last one apart, as of ``end``. Raises as ``read``."""
+        outputs = self.read(data)
+        if outputs and self._last is not None and outputs[-1].index == self._last[0]:
+            text = outputs.pop().text
+            return outputs, self.end(text)
+        return outputs, self.end()
+
+    def end(self, text: str = "") -> CountedOutput:
         """The last output, to be asked for when the answer has ended, with or without saying so.
+
+        ``text`` is what its choice has said besides.
 
         Raises:
             BrokenAnswer: It ended before its end.
@@ -192,6 +220,7 @@ class AnswerReader:
         details = usage.prompt_tokens_details
         return CountedOutput(
             0,
+            text,
             finish_reason=finish_reason,
             cached_tokens=None if details is None else details.cached_tokens,
             index=index,

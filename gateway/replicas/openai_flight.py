@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 from typing import Final
 
-from gateway.replicas.http_client import HttpConnection
-from gateway.replicas.openai_server import OpenAIServer
+from gateway.replicas.http_client import HttpClient, HttpConnection
 
 __all__ = ["Flight"]
 
 _ERROR_TIMEOUT_S: Final = 4.0
 _MAX_ERROR_BYTES: Final = 64 * 1024
-_NONE: Final[dict[str, str]] = {}
 
 
 class Flight:
@@ -33,9 +31,12 @@ class Flight:
         "_waits_since",
         "loss",
         "produced",
+        "whole",
     )
 
-    def __init__(self, idle_timeout_s: float) -> None:
+    def __init__(self, idle_timeout_s: float, *, whole: bool = False) -> None:
+        self.whole: Final = whole
+        """Whether the answer comes as one, so that it may be under way although nothing has come."""
         self.loss: str | None = None
         """Why it was ended by ``lose``."""
         self.produced = False
@@ -48,29 +49,26 @@ class Flight:
         self._timer: asyncio.TimerHandle | None = None
         self._waits_since: float | None = None
 
-    async def open(
-        self, server: OpenAIServer, body: bytes, route: str | None = None, headers: dict[str, str] = _NONE
-    ) -> HttpConnection:
+    async def open(self, client: HttpClient, head: bytes, body: bytes) -> HttpConnection:
         """Send the request and wait for the head of the response. Raises ``OSError``.
 
-        Without ``route`` and ``headers`` it is one for a streamed completion. A kept connection that ends without a
-        byte of an answer says nothing about the server, which may close it at any time: the request is sent once more,
-        over a new one.
+        A kept connection that ends without a byte of an answer says nothing about the server, which may close it at any
+        time: the request is sent once more, over a new one.
         """
-        connection = server.client.waiting()
+        connection = client.waiting()
         if connection is not None:
             try:
-                return await self._send(connection, server.head(route, headers), body)
+                return await self._send(connection, head, body)
             except OSError:
                 if connection.answered or self.loss is not None:
                     raise
                 connection.close()
         try:
             async with asyncio.timeout(None) as self._opening:
-                connection = await server.client.connect()
+                connection = await client.connect()
         finally:
             self._opening = None
-        return await self._send(connection, server.head(route, headers), body)
+        return await self._send(connection, head, body)
 
     async def read(self, least: int = 1) -> bytes:
         """The next bytes of the body, at ``least`` so many, none at its end. Raises ``OSError``."""

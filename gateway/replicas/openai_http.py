@@ -21,7 +21,7 @@ from gateway.replicas.kv_feed import KvFeed
 from gateway.replicas.life import ReplicaLife
 from gateway.replicas.openai_completion import AnswerReader, BrokenAnswer, FailedAnswer, completion_body, refusal
 from gateway.replicas.openai_flight import Flight
-from gateway.replicas.openai_server import OpenAIServer, ServedModel, ServerUnfit, words_for
+from gateway.replicas.openai_server import ModelCard, OpenAIServer, ServedModel, ServerUnfit, words_for
 from gateway.replicas.served_models import ServedModels
 from gateway.replicas.sse import EventStreamParser, EventTooLong
 from gateway.replicas.supervisor import RestartDelay
@@ -38,8 +38,14 @@ _BLOCK_SIZE: Final = 16
 _NOT_THE_CALLERS: Final = frozenset({401, 403, 404, 405, 407, 408})
 """4xx answers that are about how this gateway asks, and so for its operator to mend."""
 
-_WHOLE_BYTES: Final = 64 * 1024
-"""Of an answer that nobody waits for piece by piece so much is taken in before it is read."""
+_PIECE_BYTES: Final = 64 * 1024
+"""Of an answer that comes as one so much is taken in before it is looked at."""
+
+_MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
+
+_PATIENCE_S: Final = 10.0
+"""For so long a server may not be well before the answers that come as one are given up: as a rule they are under way,
+and a server that stalls for a moment goes on with them."""
 
 _LAST_EVENT: Final = b"data: [DONE]"
 _STREAM_END: Final = _LAST_EVENT + b"\r\n\r\n"
@@ -104,6 +110,7 @@ class OpenAIReplica(ReplicaLife):
         self._landed = asyncio.Event()  # no request is in flight
         self._landed.set()
         self._life: asyncio.Task[None] | None = None
+        self._well_at = 0.0
         self._log = _log.bind(replica=id, url=config.url)
         self._feed: Final = KvFeed.of(id, config, max_blocks, self._hear)
 
@@ -158,7 +165,7 @@ class OpenAIReplica(ReplicaLife):
         while True:
             ready_at: float | None = None
             try:
-                card = await server.look(self._model)
+                card = await self._find(server)
                 served = await server.identify(card, self._proof)
                 if self._served_models is not None:
                     self._served_models.join(self.id, self._config.url, card.id)
@@ -167,18 +174,29 @@ class OpenAIReplica(ReplicaLife):
                 while self.state is ReplicaState.READY:
                     await self._until_next_look()
                     self._tell_of_events()
-                    if await server.look(self._model) != card:
+                    if await self._find(server) != card:
                         raise ServerUnfit(f"{self._config.url} was given another model")
                 reason = self.down_reason or "lost"
             except ServerUnfit as unfit:
                 reason = str(unfit)
-                for flight in list(self._flights):
-                    if not flight.produced:
-                        flight.lose(reason.replace(self._config.url, "the server"))  # their callers get to read it
+                self._lose_waiting(reason.replace(self._config.url, "the server"))  # their callers get to read it
             served_s = 0.0 if ready_at is None else time.monotonic() - ready_at
             pause_s = delay.after(served_s)
             self._down(reason)
             await asyncio.sleep(0.0 if served_s >= _STEADY_S else pause_s)
+
+    async def _find(self, server: OpenAIServer) -> ModelCard:
+        """What ``server`` serves, when it is well. Raises ``ServerUnfit``."""
+        card = await server.look(self._model)
+        self._well_at = time.monotonic()
+        return card
+
+    def _lose_waiting(self, reason: str) -> None:
+        """End the requests of which nothing has come, those that may be under way only when that has gone on."""
+        patience_s = min(_PATIENCE_S, self._config.idle_timeout_s)
+        for flight in list(self._flights):
+            if not flight.produced and (not flight.whole or time.monotonic() - self._well_at >= patience_s):
+                flight.lose(reason)
 
     async def _until_next_look(self) -> None:
         # Not wait_for, which until Python 3.12 may swallow the cancellation that ends this task.
@@ -245,21 +263,26 @@ class OpenAIReplica(ReplicaLife):
             raise self._not_ready()
         if not self.reads_tokens:
             raise NotSupportedByReplica(f"{self.id} gets no token ids: its tokenizer could not be checked.")
-        body = completion_body(self._served.card.id, request)
-        flight, boot_id = Flight(self._config.idle_timeout_s), self.info.boot_id
-        answer, events = AnswerReader(request), EventStreamParser()
+        whole = request.whole and request.sampling.logprobs is None  # of which there may be too many for one piece
+        body = completion_body(self._served.card.id, request, stream=not whole)
+        flight, boot_id = Flight(self._config.idle_timeout_s, whole=whole), self.info.boot_id
+        answer = AnswerReader(request)
         self._take_off(flight)
         try:
-            await self._open(flight, self._server, body)
-            least = 1  # the first output tells when the prompt was computed; who wants all may wait for the rest
-            while not answer.done and (data := await flight.read(least)):
-                for event in events.feed(data):
-                    for output in answer.read(event):
+            if await self._open(flight, self._server, body):
+                events = EventStreamParser()
+                while not answer.done and (data := await flight.read()):
+                    outputs, failure = answer.read_all(events.feed(data))
+                    for output in outputs:
                         flight.produced = True
                         yield output
-                if request.whole and flight.produced:
-                    least = _WHOLE_BYTES
-            last = answer.end()
+                    if failure is not None:
+                        raise failure
+                last = answer.end()
+            else:
+                others, last = answer.whole(await _all(flight))
+                for output in others:
+                    yield output
             flight.finish()
             if last.cached_tokens is None:
                 self._tell_of_missing_counts()
@@ -289,7 +312,7 @@ class OpenAIReplica(ReplicaLife):
         flight, boot_id = Flight(self._config.idle_timeout_s), self.info.boot_id
         self._take_off(flight)
         try:
-            response = await flight.open(self._server, body, route, headers)
+            response = await flight.open(self._server.client, self._server.head(route, headers), body)
             if response.status >= 500 or response.status in _NOT_THE_CALLERS or 300 <= response.status < 400:
                 raise self._failed(flight, f"it answered {response.status}")
             yield ForwardedAnswer(response, self._relayed(flight, response))
@@ -324,20 +347,22 @@ class OpenAIReplica(ReplicaLife):
         if self._feed is not None:
             self._feed.resync()
 
-    async def _open(self, flight: Flight, server: OpenAIServer, body: bytes) -> None:
-        """Send the request; the flight has the response when it is the beginning of an answer.
+    async def _open(self, flight: Flight, server: OpenAIServer, body: bytes) -> bool:
+        """Send the request and wait for the beginning of an answer; whether it is a stream.
 
         Raises: as ``generate``.
         """
-        response = await flight.open(server, body)
-        status = response.status
-        if status == 200 and response.content_type == "text/event-stream":
-            return
+        response = await flight.open(server.client, server.completion_head(stream=not flight.whole), body)
+        status, kind = response.status, response.content_type
+        if status == 200 and kind == "text/event-stream":
+            return True
+        if status == 200 and flight.whole and kind == "application/json":
+            return False
         words = await flight.read_error()
         if 400 <= status < 500 and status not in _NOT_THE_CALLERS:
             raise refusal(status, words, response.header(b"retry-after"))
         # What it says may quote the request, and this goes into the log.
-        said = f"it answered {status}" if status != 200 else f"it answered with {response.content_type!r}, not a stream"
+        said = f"it answered {status}" if status != 200 else f"it answered with {kind!r}, not a completion"
         raise self._failed(flight, said)
 
     def _failed(self, flight: Flight, reason: str) -> ReplicaLost:
@@ -386,3 +411,13 @@ class OpenAIReplica(ReplicaLife):
 
     def _count_load(self) -> None:
         self.load = Load(len(self._flights), 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+async def _all(flight: Flight) -> bytes:
+    """The body of an answer that is no stream. Raises ``OSError`` and ``BrokenAnswer``."""
+    pieces: list[bytes] = []
+    while piece := await flight.read(_PIECE_BYTES):
+        pieces.append(piece)
+        if len(pieces) * _PIECE_BYTES > _MAX_ANSWER_BYTES:
+            raise BrokenAnswer("its answer is too long")
+    return b"".join(pieces)

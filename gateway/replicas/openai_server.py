@@ -24,6 +24,8 @@ COMPLETIONS: Final = "/v1/completions"
 EVENTS: Final = {"content-type": "application/json", "accept": "text/event-stream"}
 """Headers of a request for a streamed answer."""
 
+_WHOLE: Final = {"content-type": "application/json", "accept": "application/json"}
+
 _AGENT: Final = {"user-agent": f"headstart/{__version__}"}
 
 _PROBE_TIMEOUT_S: Final = 3.0
@@ -97,7 +99,8 @@ class OpenAIServer:
             keep_alive_s=_KEEP_ALIVE_S,
         )
         """For requests; whoever looks at the server now and then has a client with all comforts."""
-        self._completions: Final = self.client.head(COMPLETIONS, (_AGENT | EVENTS).items())
+        self._streamed: Final = self.client.head(COMPLETIONS, (_AGENT | EVENTS).items())
+        self._whole: Final = self.client.head(COMPLETIONS, (_AGENT | _WHOLE).items())
         self._session: Final = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
@@ -105,12 +108,14 @@ class OpenAIServer:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
-    def head(self, route: str | None, headers: dict[str, str]) -> bytes:
-        """The head of a request to ``route``; without one it is for a streamed completion."""
-        traced = trace_headers()
-        if route is None:
-            return self._completions + header_lines(traced.items()) if traced else self._completions
-        return self.client.head(route, (_AGENT | headers | traced).items())
+    def head(self, route: str, headers: dict[str, str]) -> bytes:
+        """The head of a request to ``route``."""
+        return self.client.head(route, (_AGENT | headers | trace_headers()).items())
+
+    def completion_head(self, *, stream: bool) -> bytes:
+        """The head of a request for a completion."""
+        head, traced = self._streamed if stream else self._whole, trace_headers()
+        return head + header_lines(traced.items()) if traced else head
 
     async def look(self, wanted: str) -> ModelCard:
         """The model that requests are for, when the server is well.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Final
@@ -25,12 +26,22 @@ _ANY_LENGTH: Final = 1 << 30
 class FlightLog:
     """The requests at one replica. Owned by the router, written by its flights.
 
-    ``pending_tokens`` are the prompt tokens of those whose first output has not come. ``cost`` is what prefill costs
-    there as seen from outside; it learns only while the replica does not tell (``tells_steps``) what its steps take,
-    and says nothing before so many requests were ``timed`` that one slow answer decides nothing.
+    ``pending_tokens`` are the prompt tokens of those whose prompt is not computed yet, as far as is known. ``cost`` is
+    what prefill costs there as seen from outside; it learns only while the replica does not tell (``tells_steps``) what
+    its steps take, and says nothing before so many requests were ``timed`` that one slow answer decides nothing.
     """
 
-    __slots__ = ("_learned_at", "breaker", "cost", "in_flight", "pending_tokens", "tells_steps", "timed")
+    __slots__ = (
+        "_asked_at",
+        "_learned_at",
+        "_untold",
+        "breaker",
+        "cost",
+        "in_flight",
+        "pending_tokens",
+        "tells_steps",
+        "timed",
+    )
 
     def __init__(self, breaker: CircuitBreaker) -> None:
         self.breaker = breaker
@@ -38,15 +49,36 @@ class FlightLog:
         self.pending_tokens = 0
         self.tells_steps = False
         self.timed = 0
-        self._learned_at = 0.0
+        self._learned_at = self._asked_at = 0.0
+        self._untold: deque[tuple[float, Flight]] = deque()
         self.cost = PrefillCost(_ANY_LENGTH)
 
     def learns(self, now: float) -> bool:
         """Whether the time of a request sent ``now`` is to be learned from: a fit costs as much as the rest of it."""
-        if self.tells_steps or (self.timed >= _ENOUGH and now - self._learned_at < _LEARNING_INTERVAL_S):
+        return not self.tells_steps and (self.timed < _ENOUGH or now - self._learned_at >= _LEARNING_INTERVAL_S)
+
+    def asks(self, now: float) -> bool:
+        """Whether a request that goes out ``now`` is to tell its time for no other reason than to learn from it."""
+        if self.timed >= _ENOUGH and now - self._asked_at < _LEARNING_INTERVAL_S:
             return False
-        self._learned_at = now
+        self._asked_at = now
         return True
+
+    def learn(self, timing: StepTiming, sent_at: float) -> None:
+        """Learn what a request took that was sent then."""
+        self._learned_at = sent_at
+        self.timed += 1
+        self.cost.observe(timing)
+
+    def presume(self, flight: Flight, due: float) -> None:
+        """Nothing will tell when the prompt of ``flight`` is computed: it is taken for computed when it is ``due``."""
+        self._untold.append((due, flight))
+
+    def waiting_tokens(self, now: float) -> int:
+        """``pending_tokens`` as they are ``now``, short of those that ought to be computed by now."""
+        while self._untold and self._untold[0][0] <= now:
+            self._untold.popleft()[1].release()
+        return self.pending_tokens
 
     @property
     def measured(self) -> bool:
@@ -69,6 +101,7 @@ class Flight:
         "_since",
         "_tokens",
         "_ttft_s",
+        "untimed",
     )
 
     def __init__(self, log: FlightLog, clock: Callable[[], float], plan: Plan, index: FleetIndex) -> None:
@@ -83,14 +116,35 @@ class Flight:
         self._since = clock()
         self._ttft_s: float | None = None
         self._probe = False
+        self.untimed = False
+        """Whether its first output says nothing about when its prompt was computed."""
+
+    def leave_untimed(self) -> bool:
+        """Make it ``untimed``, unless something is to be learned from its time; whether that was done.
+
+        To be asked once it is in flight, for a request whose caller does not mind. Others stop to wait for its prompt
+        when it ought to be computed.
+        """
+        log = self._log
+        if not (log.tells_steps or self._probe or log.asks(self._since)):
+            self.untimed = True
+            log.presume(self, self._since + log.cost.seconds(self._tokens + self._ahead, self._cached))
+        return self.untimed
 
     def prefilled(self) -> None:
-        """Its prompt is computed (the first output has come): nobody waits for it any more. Safe to repeat."""
-        self._release()
+        """Its first output has come, for which nobody waits any more. Safe to repeat."""
+        self.release()
         if self._ttft_s is None:
             self._ttft_s = self._clock() - self._since
             if self._probe:  # which need not be waited for to its end
                 self._log.breaker.succeeded(probe=True)
+
+    def release(self) -> None:
+        """Its prompt is computed, as far as is known: nobody waits for it any more. Safe to repeat."""
+        self._log.pending_tokens -= self._tokens
+        self._tokens = 0
+        if self._expectation is not None:
+            self._index.computed(self._expectation)
 
     def told(self, cached_tokens: int | None) -> None:
         """It has been answered, and the replica has said how many of the prompt tokens it had cached, or nothing."""
@@ -98,12 +152,11 @@ class Flight:
             self._cached = cached_tokens
             if self._expectation is not None:
                 self._index.reported(self._expectation, cached_tokens)
-        if self._ttft_s is not None and self._log.learns(self._since):
+        if self._ttft_s is not None and not self.untimed and self._log.learns(self._since):
             # Until its first output all that waited before it was computed, then its own prompt.
             own = max(1, self._prompt_tokens - self._cached)
             context = own * self._cached + own * (own - 1) // 2 + self._ahead * (self._ahead - 1) // 2
-            self._log.timed += 1
-            self._log.cost.observe(StepTiming(own + self._ahead, context, 0, 0, self._ttft_s))
+            self._log.learn(StepTiming(own + self._ahead, context, 0, 0, self._ttft_s), self._since)
 
     def expired(self) -> None:
         """It was given up after it had waited for its first output for as long as a request may take."""
@@ -118,7 +171,7 @@ class Flight:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._release()
+        self.release()
         self._log.in_flight -= 1
         probe = self._probe and self._ttft_s is None
         if isinstance(error, ReplicaLost | GenerationError):
@@ -127,9 +180,3 @@ class Flight:
             self._log.breaker.ended(probe=probe)
         else:
             self._log.breaker.succeeded(probe=False)
-
-    def _release(self) -> None:
-        self._log.pending_tokens -= self._tokens
-        self._tokens = 0
-        if self._expectation is not None:
-            self._index.computed(self._expectation)

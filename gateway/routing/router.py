@@ -263,7 +263,7 @@ class Router:
 
     def _waiting(self, state: _ReplicaState) -> int:
         load = state.replica.load
-        return max(load.queued_tokens if load is not None else 0, state.log.pending_tokens)
+        return max(load.queued_tokens if load is not None else 0, state.log.waiting_tokens(self._clock()))
 
     def _retry_after(self) -> int:
         """Seconds until asking again may help."""

@@ -52,6 +52,14 @@ def whole(*texts: str, finish: str = "stop") -> bytes:
     return b"".join([*map(event, texts), event(finish=finish), usage(len(texts)), DONE])
 
 
+def as_one(*texts: str, finish: str = "stop", cached: int | None = 0) -> Any:
+    """The body of an answer that is not streamed, with so many choices of one token each."""
+    choices = [{"index": index, "text": text, "finish_reason": finish} for index, text in enumerate(texts)]
+    details = None if cached is None else {"cached_tokens": cached}
+    counts = {"prompt_tokens": 9, "completion_tokens": len(texts), "prompt_tokens_details": details}
+    return {"id": "cmpl-1", "object": "text_completion", "choices": choices, "usage": counts}
+
+
 class Talk:
     """One request for a completion, and the stream that answers it."""
 
@@ -122,13 +130,18 @@ def saying(data: bytes) -> Behaviour:
     return behave
 
 
-def refusing(status: int, body: Any = None, **headers: str) -> Behaviour:
-    """Answers each request with an error."""
+def replying(body: Any, status: int = 200, **headers: str) -> Behaviour:
+    """Answers each request with some JSON."""
 
     async def behave(_talk: Talk) -> web.Response:
         return web.json_response(body, status=status, headers=headers)
 
     return behave
+
+
+def refusing(status: int, body: Any = None, **headers: str) -> Behaviour:
+    """Answers each request with an error."""
+    return replying(body, status, **headers)
 
 
 class MockServer:

@@ -22,7 +22,7 @@ def ask(n: int = 1, use_cache: bool = True, **sampling: Any) -> GenerationReques
 
 
 def body(request: GenerationRequest) -> dict[str, Any]:
-    return json.loads(completion_body("m", request))
+    return json.loads(completion_body("m", request, stream=True))
 
 
 def read(reader: AnswerReader, *events: bytes) -> list[Output]:
@@ -75,7 +75,7 @@ def test_a_request_that_bypasses_the_cache_has_a_namespace_for_itself() -> None:
 )
 def test_what_such_servers_cannot_stream_is_refused_by_name(wish: dict[str, int], param: str) -> None:
     with pytest.raises(InvalidRequestError, match=param) as caught:
-        completion_body("m", ask(**wish))
+        completion_body("m", ask(**wish), stream=True)
     assert (caught.value.param, caught.value.code) == (param, "unsupported_parameter")
 
 

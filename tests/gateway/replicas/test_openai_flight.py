@@ -46,9 +46,9 @@ class Connection:
 def test_an_answer_that_is_waited_for_as_a_whole_is_not_given_up_while_it_comes() -> None:
     async def main() -> None:
         connection = Connection()
-        server: Any = SimpleNamespace(client=SimpleNamespace(waiting=lambda: connection), head=lambda *_: b"")
+        client: Any = SimpleNamespace(waiting=lambda: connection)
         flight = Flight(0.02)
-        await flight.open(server, b"")
+        await flight.open(client, b"", b"")
         flight.produced = True
         reading = asyncio.create_task(flight.read(1000))
         await until(lambda: connection.asked > 5)

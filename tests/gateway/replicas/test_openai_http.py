@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from tokenizers import Tokenizer
@@ -15,16 +16,17 @@ from engine.wire import Output, Sampling
 from gateway.config import ReplicaConfig
 from gateway.errors import InvalidRequestError, NotSupportedByReplica, ReplicaLost, ReplicaRefusal, ReplicaUnavailable
 from gateway.replicas import openai_http, openai_server
-from gateway.replicas.base import GenerationRequest, ReplicaState
+from gateway.replicas.base import CountedOutput, GenerationRequest, ReplicaState
 from gateway.replicas.openai_http import OpenAIReplica
 from gateway.replicas.tokenizer_proof import TokenizerProof
 from gateway.server import run
 
 from ..conftest import until
-from .openai_mock import DONE, MODEL, MockServer, Talk, event, refusing, saying, usage, whole
+from .openai_mock import DONE, MODEL, MockServer, Talk, as_one, event, refusing, replying, saying, usage, whole
 
 TIMEOUT_S = 60.0
 ASK = GenerationRequest([1, 2, 3], bytes(16), Sampling(max_tokens=5))
+AS_ONE = GenerationRequest([1, 2, 3], bytes(16), Sampling(max_tokens=5), n=2, whole=True)
 
 
 @pytest.fixture(scope="module")
@@ -215,8 +217,8 @@ def test_an_answer_that_does_not_come_to_its_end_is_a_loss(folder: Path, data: b
 
 def test_an_answer_that_is_no_stream_is_a_loss(folder: Path) -> None:
     async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
-        server.behave = refusing(200, {"choices": []})
-        with pytest.raises(ReplicaLost, match="not a stream"):
+        server.behave = replying(as_one("a"))
+        with pytest.raises(ReplicaLost, match="not a completion"):
             await answer(replica)
 
     play(folder, scenario)
@@ -235,6 +237,97 @@ def test_a_server_that_does_not_tell_logprobs_is_no_loss(folder: Path) -> None:
         with pytest.raises(InvalidRequestError, match="logprobs"):
             await answer(replica, GenerationRequest([1], bytes(16), Sampling(max_tokens=5, logprobs=1)))
         assert replica.state is ReplicaState.READY
+
+    play(folder, scenario)
+
+
+def test_what_is_wanted_as_one_is_asked_for_and_read_as_one(folder: Path) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server.behave = replying(as_one("a", "b", finish="length", cached=2))
+        outputs = await answer(replica, AS_ONE)
+        assert outputs == [
+            Output(0, "a", finish_reason="length"),
+            CountedOutput(0, "b", finish_reason="length", cached_tokens=2, index=1, completion_tokens=2),
+        ]
+        (talk,) = server.talks
+        assert (talk.body["stream"], talk.request.headers["accept"]) == (False, "application/json")
+        assert "stream_options" not in talk.body
+
+    play(folder, scenario)
+
+
+def test_one_that_streams_although_it_was_not_asked_to_is_understood(folder: Path) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server.behave = saying(whole("a", "b"))
+        outputs = await answer(replica, msgspec.structs.replace(AS_ONE, n=1))
+        assert "".join(output.text for output in outputs) == "ab"
+
+    play(folder, scenario)
+
+
+def test_logprobs_come_in_a_stream_for_the_sake_of_their_size(folder: Path) -> None:
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        with pytest.raises(InvalidRequestError, match="logprobs"):  # which this server does not tell
+            await answer(replica, msgspec.structs.replace(AS_ONE, sampling=Sampling(max_tokens=5, logprobs=1)))
+        assert server.talks[0].body["stream"]
+
+    play(folder, scenario)
+
+
+NO_ANSWERS = {
+    "of-fewer-choices": as_one("a"),
+    "without-an-end": {"choices": [{"index": index, "text": "a"} for index in range(2)]},
+    "an-error": {"error": {"message": "ZEBRA", "code": 500}},
+    "given-up": as_one("a", "b", finish="abort"),
+    "no-object": ["ZEBRA"],
+    "endless": as_one("x" * (2 * openai_http._PIECE_BYTES), "b"),
+}
+
+
+@pytest.mark.parametrize("body", list(NO_ANSWERS.values()), ids=list(NO_ANSWERS))
+def test_one_piece_that_is_no_whole_answer_is_a_loss(folder: Path, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_http, "_MAX_ANSWER_BYTES", openai_http._PIECE_BYTES)
+
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server.behave = replying(body)
+        with pytest.raises(ReplicaLost) as caught:
+            await answer(replica, AS_ONE)
+        assert not caught.value.produced, "so that it may be tried elsewhere"
+        assert "ZEBRA" not in caught.value.message
+        server.behave = replying(as_one("well", "done"))
+        await replica.wait_ready(TIMEOUT_S)
+        assert len(await answer(replica, AS_ONE)) == 2
+
+    play(folder, scenario)
+
+
+@pytest.mark.parametrize("stalls", ["for-a-moment", "for-good"])
+def test_an_answer_that_comes_as_one_outlives_a_server_that_stalls_for_a_moment(
+    folder: Path, stalls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_server, "_PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(openai_http, "_PATIENCE_S", TIMEOUT_S if stalls == "for-a-moment" else 0.5)
+    goes_on = asyncio.Event()
+
+    async def behave(talk: Talk) -> web.Response:
+        await goes_on.wait()
+        return web.json_response(as_one("a", "b"))
+
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server.behave = behave
+        waiting = asyncio.create_task(answer(replica, AS_ONE))
+        await until(lambda: server.open == 1)
+        server.stopped = True
+        await until(lambda: replica.state is ReplicaState.DOWN)
+        if stalls == "for-good":
+            with pytest.raises(ReplicaLost, match="does not answer"):
+                await waiting
+            goes_on.set()
+            return
+        server.stopped = False
+        await replica.wait_ready(TIMEOUT_S)
+        goes_on.set()
+        assert [output.text for output in await waiting] == ["a", "b"]
 
     play(folder, scenario)
 
@@ -318,15 +411,14 @@ def test_silence_counts_only_while_somebody_waits(folder: Path) -> None:
     """A client that reads slowly is no reason to give the server up."""
 
     async def behave(talk: Talk) -> None:
-        await talk.write(event("a") + event("b"))
+        await talk.write(event("a"))
         await until(lambda: talk.body["model"] == "go on" or talk.gone)
         await talk.write(whole("c"))
 
     async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
         server.behave = behave
         outputs = replica.generate(ASK)
-        await anext(outputs)
-        assert (await anext(outputs)).text == "b"
+        assert (await anext(outputs)).text == "a"
         rest = asyncio.create_task(anext(outputs))
         await asyncio.sleep(0)
         server.talks[0].body["model"] = "go on"
@@ -335,6 +427,20 @@ def test_silence_counts_only_while_somebody_waits(folder: Path) -> None:
         assert [output.finish_reason async for output in outputs] == ["stop"]
 
     play(folder, scenario, idle_timeout_s=1.0)
+
+
+def test_events_that_come_together_go_on_together(folder: Path) -> None:
+    async def behave(talk: Talk) -> None:
+        await talk.write(event("a") + event("b", index=1) + event("c", index=1) + event("d", finish="length", index=1))
+        await talk.write(event("e") + event(finish="stop") + usage(5) + DONE)
+
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server.behave = behave
+        outputs = await answer(replica, msgspec.structs.replace(ASK, n=2))
+        said = [(output.index, output.text, output.finish_reason) for output in outputs]
+        assert said == [(0, "a", None), (1, "bcd", "length"), (0, "e", None), (0, "", "stop")]
+
+    play(folder, scenario)
 
 
 def test_connections_are_used_again(folder: Path) -> None:

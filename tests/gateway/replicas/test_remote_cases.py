@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from gateway.replicas import openai_server
 from gateway.replicas.base import ReplicaState
@@ -22,6 +23,7 @@ from .openai_mock import (
     MockServer,
     Remote,
     Talk,
+    as_one,
     event,
     events_of,
     play,
@@ -275,6 +277,28 @@ def test_counts_that_come_at_the_end_reach_usage_statistics_and_headers(folder: 
         assert events_of(body)[-2]["usage"] == counts
         totals = remote.gateway.statistics.snapshot().totals
         assert (totals.cached_prompt_tokens, totals.completion_tokens) == (2, 4)
+
+    play(folder, scenario)
+
+
+def test_plain_requests_are_asked_for_as_one_but_for_some_that_tell_their_time(folder: Path) -> None:
+    async def behave(talk: Talk) -> web.Response | None:
+        if talk.body["stream"]:
+            await talk.write(whole("hello"))
+            return None
+        return web.json_response(as_one("hello"))
+
+    async def scenario(remote: Remote, server: MockServer) -> None:
+        server.behave = behave
+        bodies = [json.loads((await remote.chat())[2]) for _ in range(40)]
+        streamed = [talk.body["stream"] for talk in server.talks]
+        assert all(streamed[:8])
+        assert not all(streamed[8:])
+        for body in bodies:
+            assert (text_of(body["choices"][0]), body["usage"]["completion_tokens"]) == ("hello", 1)
+        totals = remote.gateway.statistics.window(None).table.values()
+        assert sum(sums.requests for sums in totals) == 40
+        assert sum(sum(sums.ttft.values()) for sums in totals) == sum(streamed)
 
     play(folder, scenario)
 

@@ -15,6 +15,7 @@ from gateway.errors import ReplicaLost, ReplicaUnavailable
 from gateway.plan import Plan
 from gateway.replicas.base import ReplicaState
 from gateway.routing.candidate import Candidate
+from gateway.routing.flight import Flight
 from gateway.routing.placement import place_tokens
 from gateway.routing.router import Router
 from gateway.stats.cost import PrefillCost
@@ -333,6 +334,66 @@ def test_what_waits_before_a_request_is_no_fault_of_its_prompt(quiet_replica: Qu
                 flight.told(0)
     (candidate,) = router.candidates()
     assert candidate.expected_seconds(500, 0) == pytest.approx(0.05, rel=0.25)
+
+
+def untimed(router: Router, clock: Clock, tokens: int = 100) -> Flight | None:
+    """Send a request whose caller does not mind; it, unless it is to tell its time."""
+    flight = router.dispatch(plan("a", tokens)).__enter__()
+    return flight if flight.leave_untimed() else None
+
+
+def test_of_requests_that_nobody_times_enough_are_timed_to_know_the_cost(quiet_replica: QuietReplica) -> None:
+    clock = Clock()
+    router = remote_router(clock, quiet_replica("a"))
+    assert untimed(router, clock) is None, "nothing is known yet"
+    for tokens in (200, 400, 800, 1600) * 2:
+        serve(router, clock, "a", tokens, tokens * 1e-3)
+    known = router.view("a").curve
+    assert untimed(router, clock) is None, "the first one for a while"
+    for _ in range(100):
+        flight = untimed(router, clock)
+        assert flight is not None
+        clock.now += 0.002
+        flight.prefilled()
+        flight.told(0)
+        flight.__exit__(None, None, None)
+    assert router.view("a").curve == known, "their time says nothing"
+    clock.now += 0.25
+    assert untimed(router, clock) is None
+
+
+def test_nobody_waits_for_an_untimed_prompt_longer_than_it_ought_to_take(quiet_replica: QuietReplica) -> None:
+    clock = Clock()
+    router = remote_router(clock, quiet_replica("a"))
+    for tokens in (200, 400, 800, 1600) * 2:
+        serve(router, clock, "a", tokens, tokens * 1e-3)
+    timed = router.dispatch(plan("a", 100)).__enter__()
+    assert not timed.leave_untimed()
+    first, second = untimed(router, clock, 1000), untimed(router, clock, 500)
+    assert first
+    assert second
+    assert router.view("a").waiting_tokens == 1600
+    clock.now += 1.2
+    assert router.view("a").waiting_tokens == 600
+    second.prefilled()  # it was quicker than that
+    assert router.view("a").waiting_tokens == 100
+    clock.now += 10
+    assert router.view("a").waiting_tokens == 100, "of the one that tells, until it tells"
+    timed.prefilled()
+    assert router.view("a").waiting_tokens == 0
+
+
+def test_a_probe_is_timed(quiet_replica: QuietReplica) -> None:
+    clock = Clock()
+    router = remote_router(clock, quiet_replica("a"))
+    for tokens in (200, 400, 800, 1600) * 2:
+        serve(router, clock, "a", tokens, tokens * 1e-3)
+    fail(router, "a", 3)
+    clock.now += 1
+    probe = router.dispatch(plan("a")).__enter__()
+    assert untimed(router, clock) is None
+    assert untimed(router, clock) is not None
+    assert not probe.leave_untimed(), "whoever waits for a replica to be well need not wait for a whole answer"
 
 
 def test_noise_in_what_was_measured_prefers_nobody(quiet_replica: QuietReplica) -> None:
