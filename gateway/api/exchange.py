@@ -20,7 +20,16 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.errors import BodyTimeoutError, InvalidRequestError, PayloadTooLargeError
 from gateway.identity import Peer
 
-__all__ = ["CONNECTION", "ClientGone", "ClientWatch", "Connection", "Exchange", "name_response", "request_id"]
+__all__ = [
+    "CONNECTION",
+    "ClientGone",
+    "ClientWatch",
+    "Connection",
+    "Exchange",
+    "Headers",
+    "name_response",
+    "request_id",
+]
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -82,8 +91,13 @@ class Connection(Protocol):
         """Whether the body of the request in hand has come: it need not be waited for."""
         ...
 
-    def join_next(self) -> None:
-        """Let what is sent next go out together with what is sent after it."""
+    def write_answer(self, scope: Scope, status: int, headers: Headers, body: bytes) -> bool:
+        """Send the whole answer to the request of ``scope``, ``headers`` complete; False where ASGI has to do it."""
+        ...
+
+    def begin_chunks(self, scope: Scope, status: int, headers: Headers, data: bytes) -> bool:
+        """Begin an answer in chunks, with the first ``data`` where there is some; False where ASGI has to do it."""
+        ...
 
     def write_chunk(self, data: bytes) -> bool:
         """Send more of an answer in chunks that has begun; False where the client has to be waited for."""
@@ -101,7 +115,7 @@ class Exchange:
         self._send = send
         extensions: Any = scope["extensions"]
         self._connection: Connection = extensions[CONNECTION]
-        self._head: Message | None = None  # goes out with the first of the body
+        self._head: tuple[int, Headers] | None = None  # goes out with the first of the body
         self._chunked = False  # its length is not told
         self.started = False
         """Whether the status is settled, after which an error can only be told in the body."""
@@ -213,14 +227,17 @@ class Exchange:
     def _start(self, headers: Headers, status: int = 200) -> None:
         self.started = True
         headers.append((b"x-request-id", self.id.encode()))
-        self._head = {"type": "http.response.start", "status": status, "headers": headers}
+        self._head = status, headers
 
     async def _send_body(self, data: bytes, *, more: bool) -> None:
         if self._head is not None:
-            head, self._head = self._head, None
-            if self.method != "HEAD":  # to which no body is sent that the head could go with
-                self._connection.join_next()
-            await self._send(head)
+            (status, headers), self._head = self._head, None
+            if more and self._chunked:
+                if self._connection.begin_chunks(self._scope, status, headers, data):
+                    return
+            elif not more and not self._chunked and self._connection.write_answer(self._scope, status, headers, data):
+                return
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
         message: Message = {"type": "http.response.body", "body": data, "more_body": more}
         await self._send(message)
 

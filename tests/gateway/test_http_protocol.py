@@ -36,10 +36,11 @@ async def _echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def _server(application: Any) -> AsyncIterator[Connect]:
+async def _server(application: Any, keep_alive_s: float) -> AsyncIterator[Connect]:
     config = uvicorn.Config(
         application, port=0, http=LimitedHttpProtocol, lifespan="off", log_config=None, access_log=False
     )
+    config.timeout_keep_alive = keep_alive_s  # type: ignore[assignment]
     server = uvicorn.Server(config)
     running = asyncio.create_task(server._serve())
     while not server.started:
@@ -63,9 +64,11 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     return int(head.split()[1]), await reader.readexactly(length)
 
 
-def _play(scenario: Callable[[Connect], Awaitable[None]], application: Any = _echo) -> None:
+def _play(
+    scenario: Callable[[Connect], Awaitable[None]], application: Any = _echo, *, keep_alive_s: float = TIMEOUT_S
+) -> None:
     async def main() -> None:
-        async with _server(application) as connect:
+        async with _server(application, keep_alive_s) as connect:
             await scenario(connect)
 
     asyncio.run(main())
@@ -446,3 +449,96 @@ def test_events_wait_for_a_client_that_does_not_read_and_all_arrive() -> None:
         writer.close()
 
     _play(scenario, application)
+
+
+def test_pipelined_requests_are_answered_in_their_order_whole_or_in_chunks() -> None:
+    """All of them have come when the first one is answered."""
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        exchange = Exchange(scope, receive, send)
+        name = await exchange.body(100)
+        await asyncio.sleep(0.01)  # the others have come by then
+        if name in b"bd":
+            exchange.start_events([])
+            assert not exchange.send_at_once(name), "the head goes out with the first of it"
+            await exchange.send_events(name)
+            assert exchange.send_at_once(name)
+            await exchange.end_events(b"")
+        else:
+            await exchange.answer([(b"x-name", name)], name)
+
+    async def scenario(connect: Connect) -> None:
+        reader, writer = await connect()
+        writer.write(b"".join([_POST + b"content-length: 1\r\n\r\n" + name for name in (b"a", b"b", b"c", b"d")]))
+        for name in (b"a", b"b", b"c", b"d"):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert (b"x-name: " + name in head) == (name in b"ac")
+            chunks = b"1\r\n%b\r\n1\r\n%b\r\n0\r\n\r\n" % (name, name)
+            body = chunks if b"transfer-encoding: chunked" in head else name
+            assert await reader.readexactly(len(body)) == body
+        writer.close()
+
+    _play(scenario, application)
+
+
+def test_a_connection_that_is_to_end_with_its_answer_says_so_and_ends() -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.body(100)
+        await exchange.answer([], b"{}")
+
+    async def scenario(connect: Connect) -> None:
+        for version, close in ((b"1.0", b""), (b"1.1", b"connection: close\r\n")):
+            reader, writer = await connect()
+            writer.write(_POST.replace(b"1.1", version) + close + b"content-length: 1\r\n\r\nx")
+            assert b"\r\nconnection: close\r\n" in await reader.readuntil(b"\r\n\r\n")
+            assert await reader.read() == b"{}"
+            writer.close()
+
+    _play(scenario, application)
+
+
+@pytest.mark.parametrize("value", [b"a\r\nset-cookie: b", b"a\nb"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_header_of_several_lines_is_a_fault_and_no_header(value: bytes, stream: bool) -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.body(100)
+        if stream:
+            exchange.start_events([(b"x-note", value)])
+            await exchange.send_events(b"x")
+        else:
+            await exchange.answer([(b"x-note", value)], b"{}")
+
+    async def scenario(connect: Connect) -> None:
+        reader, writer = await connect()
+        writer.write(_POST + b"content-length: 1\r\n\r\nx")
+        assert await _answer(reader) == (500, b"Internal Server Error")
+        writer.close()
+
+    _play(scenario, application)
+
+
+def test_a_connection_is_kept_as_long_as_it_is_used_often_enough() -> None:
+    keep_s, pauses = 0.5, iter([0, 1.0, 0, 0, 0, 0])
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.body(100)
+        await asyncio.sleep(next(pauses))
+        await exchange.answer([], b"{}")
+
+    async def scenario(connect: Connect) -> None:
+        loop = asyncio.get_running_loop()
+        reader, writer = await connect()
+        for _ in range(6):
+            writer.write(_POST + b"content-length: 1\r\n\r\nx")
+            assert (await _answer(reader))[0] == 200
+            answered = loop.time()
+            await asyncio.sleep(keep_s / 2)
+        assert await reader.read() == b""
+        assert loop.time() - answered >= keep_s * 0.9
+        writer.close()
+
+    _play(scenario, application, keep_alive_s=keep_s)
