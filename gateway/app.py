@@ -137,7 +137,7 @@ def create_app(gateway: Gateway) -> Litestar:
         ],
         guards=[for_operator],
     )
-    public = (health, ready, version, dashboard.page, dashboard.asset)
+    public = (health, ready, version, dashboard.front_door, dashboard.page, dashboard.asset)
     return Litestar(
         # The generation routes authenticate, name their answers and tell of errors by themselves.
         route_handlers=[

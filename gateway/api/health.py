@@ -6,7 +6,7 @@ import re
 from typing import Any, Final
 
 import msgspec
-from litestar import Request, Response, get
+from litestar import HttpMethod, Request, Response, route
 from litestar.datastructures import State
 from litestar.di import NamedDependency
 
@@ -17,6 +17,9 @@ from gateway.routing.breaker import BreakerState
 from gateway.service import Gateway
 
 __all__ = ["health", "ready", "version"]
+
+_READ: Final = [HttpMethod.GET, HttpMethod.HEAD]
+"""Balancers and monitors often ask for the head alone."""
 
 _ADDRESS: Final = re.compile(r"\b[a-z0-9+.-]+://[^\s,;)'\"]*[^\s,;)'\":.]", re.IGNORECASE)
 """A URL in the words of a reason, without the punctuation behind it."""
@@ -42,13 +45,13 @@ class Version(msgspec.Struct, frozen=True):
     version: str
 
 
-@get("/health", sync_to_thread=False)
+@route("/health", http_method=_READ, sync_to_thread=False)
 def health() -> Health:
     """200 as long as the event loop turns."""
     return Health()
 
 
-@get("/ready", sync_to_thread=False)
+@route("/ready", http_method=_READ, sync_to_thread=False)
 def ready(request: Request[Any, Any, State], gateway: NamedDependency[Gateway]) -> Response[Readiness]:
     """200 while at least one replica serves and the gateway is not shutting down, else 503.
 
@@ -62,7 +65,7 @@ def ready(request: Request[Any, Any, State], gateway: NamedDependency[Gateway]) 
     return Response(Readiness(is_ready, states, problems), status_code=200 if is_ready else 503)
 
 
-@get("/version", sync_to_thread=False)
+@route("/version", http_method=_READ, sync_to_thread=False)
 def version() -> Version:
     """The version of this package."""
     return Version(package.__version__)

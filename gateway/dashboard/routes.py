@@ -1,5 +1,7 @@
 """The routes of the dashboard: the page and its files (public, no data in them) and the event stream (the operator's).
 
+Who opens the gateway's bare address in a browser is led to the page.
+
 Whoever mounts ``events`` guards it like ``/admin/*``; it takes a dependency named ``feed``.
 """
 
@@ -10,16 +12,16 @@ import mimetypes
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
-from litestar import Request, Response, get
+from litestar import HttpMethod, Request, Response, get, route
 from litestar.datastructures import State
 from litestar.di import NamedDependency
 from litestar.exceptions import NotFoundException
 from litestar.params import FromPath, FromQuery
-from litestar.response import Stream
+from litestar.response import Redirect, Stream
 
 from gateway.dashboard.feed import Feed, Window
 
-__all__ = ["CONTENT_SECURITY_POLICY", "asset", "events", "page"]
+__all__ = ["CONTENT_SECURITY_POLICY", "asset", "events", "front_door", "page"]
 
 CONTENT_SECURITY_POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -32,6 +34,7 @@ _HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # asked again each time, answered with 304: a new version shows at once
 }
+_READ: Final = [HttpMethod.GET, HttpMethod.HEAD]
 _SERVED: Final = (".html", ".css", ".js", ".svg")
 
 
@@ -68,13 +71,19 @@ def _answer(name: str, request: Request[Any, Any, State]) -> Response[bytes]:
     return Response(file.body, headers=headers, media_type=file.media_type)
 
 
-@get("/dashboard", include_in_schema=False, sync_to_thread=False)
+@route("/", http_method=_READ, include_in_schema=False, sync_to_thread=False)
+def front_door() -> Redirect:
+    """To the page. Not for good: nobody is to remember it, and what is asked for beside it is not passed on."""
+    return Redirect("/dashboard", status_code=307, headers={"cache-control": "no-store"})
+
+
+@route("/dashboard", http_method=_READ, include_in_schema=False, sync_to_thread=False)
 def page(request: Request[Any, Any, State]) -> Response[bytes]:
     """The page itself."""
     return _answer("index.html", request)
 
 
-@get("/dashboard/static/{path:path}", include_in_schema=False, sync_to_thread=False)
+@route("/dashboard/static/{path:path}", http_method=_READ, include_in_schema=False, sync_to_thread=False)
 def asset(request: Request[Any, Any, State], path: FromPath[str]) -> Response[bytes]:
     """A script, a style sheet or an image of the page."""
     return _answer(path.lstrip("/"), request)

@@ -27,7 +27,7 @@ KEYED: Config = msgspec.structs.replace(
     classes={"batch": ClassConfig(priority=2, max_running=4)},
     admin=AdminConfig(key_sha256=_digest("sk-admin")),
 )
-PUBLIC = {"/health", "/ready", "/version", "/dashboard", "/dashboard/static/{path:path}"}
+PUBLIC = {"/", "/health", "/ready", "/version", "/dashboard", "/dashboard/static/{path:path}"}
 OPERATOR = [
     ("GET", "/admin/stats"),
     ("GET", "/admin/misses"),
@@ -101,6 +101,21 @@ def test_every_route_but_the_public_ones_refuses_a_stranger(bench: Bench) -> Non
                 assert await _status(service, method, path) == 401, (method, path)
                 checked.add((method, route.path))
         assert len(checked) == len(OPERATOR) + len(TENANTS) + len(TEMPLATES) + len(SWITCHES) + len(REPLICAS)
+
+    bench.run(scenario, KEYED)
+
+
+def test_the_public_routes_are_open_to_all_and_tell_their_heads_alone_as_well(bench: Bench) -> None:
+    async def scenario(service: Service) -> None:
+        for route in PUBLIC:
+            path = route.replace("{path:path}", "dashboard.css")
+            for key in ({}, _key("wrong"), _key("sk-a"), _key("sk-admin")):
+                whole = await service.get(path, headers=key, allow_redirects=False)
+                head = await service.ask("HEAD", path, headers=key, allow_redirects=False)
+                assert whole.status == head.status == (307 if path == "/" else 200), path
+                assert head.body == b""
+                for name in ("content-length", "content-type", "cache-control", "etag", "location"):
+                    assert head.headers.get(name) == whole.headers.get(name), (path, name)
 
     bench.run(scenario, KEYED)
 

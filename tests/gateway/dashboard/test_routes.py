@@ -19,7 +19,7 @@ from gateway.api.errors import EXCEPTION_HANDLERS
 from gateway.api.statistics import admin_stats, prometheus
 from gateway.config import RedisConfig
 from gateway.dashboard.feed import WINDOWS, Feed
-from gateway.dashboard.routes import asset, page
+from gateway.dashboard.routes import asset, front_door, page
 from gateway.eviction import EvictionControl
 from gateway.quality.report import QualityReport
 from gateway.quality.shadows import ShadowStatus
@@ -42,7 +42,7 @@ def statistics() -> Statistics:
 @pytest.fixture
 def client(statistics: Statistics) -> Iterator[TestClient[Litestar]]:
     app = Litestar(
-        [page, asset, admin_stats, prometheus],
+        [front_door, page, asset, admin_stats, prometheus],
         dependencies={
             "statistics": Provide(lambda: statistics, sync_to_thread=False),
             "exposition": Provide(lambda: Exposition(statistics), sync_to_thread=False),
@@ -78,6 +78,16 @@ def test_the_page_and_all_it_refers_to_are_served_from_here(client: TestClient[L
                     todo.append(path)
     own = {f"/dashboard/static/{path.name}" for path in STATIC.glob("*.js")}
     assert own <= seen
+
+
+@pytest.mark.parametrize("query", ["", "?next=//example.org", "?window=1h"])
+def test_the_bare_address_leads_to_the_page_this_time_and_nowhere_else(
+    query: str, client: TestClient[Litestar]
+) -> None:
+    answer = client.get(f"/{query}", headers={"host": "example.org"}, follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (307, "/dashboard")
+    assert answer.headers["cache-control"] == "no-store"
+    assert client.post(f"/{query}").status_code == 405
 
 
 def test_nothing_on_the_page_leads_to_another_host() -> None:
