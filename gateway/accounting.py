@@ -93,7 +93,7 @@ class Account:
         accounting = self._accounting
         cost = self._cost = accounting.statistics.prefill_cost(plan.replica_id)
         self._curve = cost.curve
-        self._outlook = cost.outlook(len(plan.token_ids))
+        self._outlook = cost.outlook(plan.length)
         if plan.use_cache and self._curve is not None and accounting.held_out():
             plan = msgspec.structs.replace(plan, use_cache=False, predicted_cached=0, held_out=True)
         self._plan, self._model, self._block_size = plan, info.model, info.block_size

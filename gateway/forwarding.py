@@ -194,7 +194,7 @@ class Forwarder:
         use_cache = owned.headstart is None or not owned.headstart.bypass
         root = self._path.root(caller.tenant, candidate.info.fingerprint, owned.cache_salt)
         plan = Plan(
-            token_ids=[],
+            tokens=b"",
             root=root,
             keys=[],
             replica_id=replica.id,

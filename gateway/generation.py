@@ -128,7 +128,7 @@ class Generation:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
-        return len(self.plan.token_ids)
+        return self.plan.length
 
     def attributes(self) -> dict[str, str | int | float]:
         """What a trace says of it."""

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from cache_policy.keys import TOKEN_BYTES, token_list
 from gateway.attribution.part import Part
 from gateway.canonical.learning.observation import Observation
 from gateway.canonical.sighting import Sighting
@@ -70,16 +71,17 @@ class Comparison(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """A rendered, tokenized, keyed and routed prompt.
 
-    ``keys`` are the chained keys of its full blocks under ``root``. ``predicted_cached`` is the number of prompt tokens
-    that ``replica_id`` is believed to hold. ``order`` is the document order that was applied (``none`` without
-    documents), ``document_ids`` the documents as laid out. ``template`` is the registered template's name or
-    ``unregistered``. ``note`` says why nothing was done when nothing was done, or why the documents kept their order.
-    ``held_out``: it is kept from the cache to see what its prefill takes. ``anatomy`` is that of a chat's prompt.
-    ``arm`` and ``comparison`` are what the quality gate wants of this request, None for most.
-    ``observation`` and ``sighting`` are what may be learned from the request once it is answered, if anything.
+    ``tokens`` are its ids (``cache_policy.keys.token_bytes``), ``keys`` the chained keys of its full blocks under
+    ``root``. ``predicted_cached`` is the number of prompt tokens that ``replica_id`` is believed to hold. ``order``
+    is the document order that was applied (``none`` without documents), ``document_ids`` the documents as laid out.
+    ``template`` is the registered template's name or ``unregistered``. ``note`` says why nothing was done when
+    nothing was done, or why the documents kept their order. ``held_out``: it is kept from the cache to see what its
+    prefill takes. ``anatomy`` is that of a chat's prompt. ``arm`` and ``comparison`` are what the quality gate
+    wants of this request, None for most. ``observation`` and ``sighting`` are what may be learned from the request
+    once it is answered, if anything.
     """
 
-    token_ids: list[int]
+    tokens: bytes
     root: bytes
     keys: list[bytes]
     replica_id: str
@@ -97,3 +99,13 @@ class Plan(msgspec.Struct, frozen=True):
     sighting: Sighting | None = None
     arm: Arm | None = None
     comparison: Comparison | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt's ids, made each time they are asked for."""
+        return token_list(self.tokens)
+
+    @property
+    def length(self) -> int:
+        """Of the prompt, in tokens."""
+        return len(self.tokens) // TOKEN_BYTES

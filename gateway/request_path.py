@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -236,11 +236,16 @@ class RequestPath:
     def _root_of(self, body: SamplingFields, caller: Caller) -> Callable[[Candidate], bytes]:
         """The key root per replica: who asks (never the body alone), which weights, and the body's own narrowing."""
 
-        @cache
-        def root(fingerprint: str) -> bytes:
-            return self.root(caller.tenant, fingerprint, body.cache_salt)
+        roots: dict[str, bytes] = {}
 
-        return lambda candidate: root(candidate.info.fingerprint)
+        def root(candidate: Candidate) -> bytes:
+            fingerprint = candidate.info.fingerprint
+            known = roots.get(fingerprint)
+            if known is None:
+                known = roots[fingerprint] = self.root(caller.tenant, fingerprint, body.cache_salt)
+            return known
+
+        return root
 
 
 @contextmanager
@@ -268,7 +273,7 @@ def _plan(
     anatomy: Anatomy | None = None,
 ) -> Plan:
     return Plan(
-        token_ids=placement.token_ids,
+        tokens=placement.tokens,
         root=placement.root,
         keys=placement.keys,
         replica_id=placement.candidate.replica_id,

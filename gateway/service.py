@@ -13,7 +13,6 @@ from typing import Final
 
 import structlog
 
-from cache_policy.keys import token_bytes
 from engine.wire import EngineInfo
 from gateway.accounting import Accounting
 from gateway.admission import Admission
@@ -292,7 +291,7 @@ class Gateway:
         if plan.observation is not None:
             self.learning.observe(plan.observation.source, plan.observation.text)
         if self.attribution is None and plan.use_cache:
-            self.prompts.remember(plan.root, token_bytes(plan.token_ids), 0)
+            self.prompts.remember(plan.root, plan.tokens, 0)
         if plan.sighting is not None:
             self.path.popularity.observe(plan.sighting)
         if self.whatif is not None and plan.use_cache:

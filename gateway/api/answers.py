@@ -143,8 +143,16 @@ class AnswerFormat(ABC):
         self._head: Final = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._tail: Final = b'],"usage":null}\n\n' if shown.usage else b"]}\n\n"
 
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether it takes the prompt to write the answer."""
+        return self._shown.prompt_logprobs is not None
+
     def take_prompt(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
-        """The prompt, and its log-probabilities if they were asked for. Called once, before anything is written."""
+        """The prompt, and its log-probabilities if they were asked for.
+
+        Called once, before anything is written, where ``shows_prompt``.
+        """
         if self._shown.prompt_logprobs is not None:
             self._prompt_logprobs = Raw(prompt_logprobs(entries, self._spellings, self._shown.prompt_logprobs))
 
@@ -261,6 +269,11 @@ class CompletionFormat(AnswerFormat):
         self._echo = echo
         self._prompt = ""
         self._prompt_pieces: list[Piece] = []
+
+    @property
+    def shows_prompt(self) -> bool:
+        """See ``AnswerFormat``; where tokens begin in the text is told from the beginning of the prompt."""
+        return self._echo is not None or self._shown.logprobs is not None or super().shows_prompt
 
     def take_prompt(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
         """See ``AnswerFormat``."""

@@ -170,16 +170,17 @@ async def _generate(gateway: Gateway, exchange: Exchange, job: _Job, arrived: fl
     try:
         async with gateway.dispatcher.generate(
             job.planner,
-            lambda plan, info: sampling_for(body, job.asked, len(plan.token_ids), info),
+            lambda plan, info: sampling_for(body, job.asked, plan.length, info),
             terms=job.terms,
             arrived=arrived,
         ) as generation:
-            # In a thread: of a long prompt there are hundreds of thousands of log-probabilities, all at once.
-            arguments = generation.plan.token_ids, generation.prompt_logprobs
-            if generation.prompt_logprobs:
-                await asyncio.to_thread(job.format.take_prompt, *arguments)
-            else:
-                job.format.take_prompt(*arguments)
+            if job.format.shows_prompt:
+                arguments = generation.plan.token_ids, generation.prompt_logprobs
+                if generation.prompt_logprobs:
+                    # In a thread: of a long prompt there are hundreds of thousands of them, all at once.
+                    await asyncio.to_thread(job.format.take_prompt, *arguments)
+                else:
+                    job.format.take_prompt(*arguments)
             if body.stream:
                 await _stream(exchange, generation, job.format)
             else:

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from cache_policy.keys import token_bytes, token_list
+from cache_policy.keys import token_list
 from engine.wire import AllBlocksCleared, BlockRemoved, CacheEvent, EngineInfo, Load, StepTiming
 from gateway.attribution.ages import age_bucket
 from gateway.attribution.causes import Run, Sighting, runs
@@ -114,7 +114,7 @@ class LiveAttribution:
 
         ``elsewhere`` tokens were held by another replica when it was sent.
         """
-        length = len(plan.token_ids)
+        length = plan.length
         try:
             return self._judge(plan, block_size, cached, elsewhere)
         except Exception as error:  # a prompt nobody has thought of must not cost an answer, nor a token its cause
@@ -132,7 +132,7 @@ class LiveAttribution:
     # --- inside ------------------------------------------------------------------------------------
 
     def _judge(self, plan: Plan, size: int, cached: int, elsewhere: int) -> Judged:
-        length, bypass = len(plan.token_ids), not plan.use_cache
+        length, bypass = plan.length, not plan.use_cache
         parts: Sequence[Part] = ()
         ends: Sequence[int] = ()
         verdicts: Sequence[Verdict] = ()
@@ -141,7 +141,7 @@ class LiveAttribution:
         common = CommonPrefix(0, None)
         if not bypass:
             self._serial += 1
-            common = self._memory.remember(plan.root, token_bytes(plan.token_ids), self._serial)
+            common = self._memory.remember(plan.root, plan.tokens, self._serial)
             if parts:
                 verdicts = self._history.judge(plan.root, parts, self._serial)
         endless = min(common.tokens, length - 1) // size * size  # the last token is always computed

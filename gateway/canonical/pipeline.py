@@ -15,7 +15,7 @@ from gateway.canonical.layout import Layout, Pasted
 from gateway.canonical.learning.learner import TemplateLearner
 from gateway.canonical.learning.observation import Observation, Source
 from gateway.canonical.messages import Message, last_user_message, read_messages
-from gateway.canonical.order import OrderLimits
+from gateway.canonical.order import UNLIMITED, OrderLimits
 from gateway.canonical.pasting import find_pasted, order_of_pasted, pasted_into_system, with_original_documents
 from gateway.canonical.recognized import Region, find_undeclared
 from gateway.canonical.registry import TemplateRegistry
@@ -128,7 +128,7 @@ class Canonicalizer:
             filled=system.filled,
             template=template.name if template else UNREGISTERED,
             order=order,
-            limits=_limits(*sources),
+            limits=_limits(*sources) if settled.documents else UNLIMITED,
             changes=(*system.changes, *tool_changes, *hoist_changes, *settled.changes, *_layout_changes(layout)),
             note=_idle_note(system, hoist_mode, layout) if idle else None,
             observation=observation,

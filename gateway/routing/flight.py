@@ -109,7 +109,7 @@ class Flight:
         self._clock = clock
         self._index = index
         self._expectation = index.sent(plan)
-        self._prompt_tokens = len(plan.token_ids)
+        self._prompt_tokens = plan.length
         self._cached = plan.predicted_cached
         self._tokens = self._prompt_tokens - self._cached
         self._ahead = log.pending_tokens

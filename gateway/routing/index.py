@@ -240,7 +240,7 @@ class FleetIndex:
         if belief is None or info is None or not plan.use_cache:
             return None
         size = info.block_size
-        readable = plan.keys[: (len(plan.token_ids) - 1) // size]  # the last prompt token is always computed
+        readable = plan.keys[: (plan.length - 1) // size]  # the last prompt token is always computed
         if belief.exact:
             blocks = self._exact.match(plan.replica_id, readable)
             return Expectation(belief, readable, size, [0] * blocks, 0)

@@ -203,7 +203,7 @@ class Router:
             if replica.id == plan.replica_id or not _is_ready(state) or replica.info is None:
                 continue
             held, size = self.index.holds(replica.id), replica.info.block_size
-            keys = plan.keys[: (len(plan.token_ids) - 1) // size]  # the last prompt token is always computed
+            keys = plan.keys[: (plan.length - 1) // size]  # the last prompt token is always computed
             most = max(most, size * next((index for index, key in enumerate(keys) if key not in held), len(keys)))
         return most
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cache_policy.keys import token_bytes
 from engine.wire import AllBlocksCleared, BlockRemoved, BlockStored
 from gateway.config import IndexConfig
 from gateway.plan import Plan
@@ -21,7 +22,9 @@ KEYS = tuple(bytes([number]) * 16 for number in range(40))
 def plan(blocks: int, replica_id: str = "engine-0", *, use_cache: bool = True) -> Plan:
     """A prompt of so many blocks and one token more."""
     tokens = list(range(blocks * SIZE + 1))
-    return Plan(tokens, b"", list(KEYS[:blocks]), replica_id, 0, "t", "tenant", "none", use_cache=use_cache)
+    return Plan(
+        token_bytes(tokens), b"", list(KEYS[:blocks]), replica_id, 0, "t", "tenant", "none", use_cache=use_cache
+    )
 
 
 class Bench:
@@ -73,7 +76,7 @@ def test_of_a_replica_that_tells_none_it_presumes_what_was_sent_within_bounds(qu
 def test_a_report_corrects_what_was_presumed(quiet_replica: QuietReplica) -> None:
     bench = Bench(quiet_replica(), events=False)
     bench.ask(plan(20), 0)
-    other = Plan(list(range(49)), b"", [b"o" * 16, b"p" * 16, b"q" * 16], "engine-0", 0, "t", "tenant", "none")
+    other = Plan(token_bytes(range(49)), b"", [b"o" * 16, b"p" * 16, b"q" * 16], "engine-0", 0, "t", "tenant", "none")
     bench.ask(other, 0)
     assert bench.ask(plan(4), 32) == 64  # two of its blocks have gone, and with them all that is as old
     assert bench.held == {*KEYS[:4], *other.keys}

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from cache_policy.keys import token_bytes
 from engine.wire import AllBlocksCleared, BlockRemoved, BlockStored, Load, StepTiming
 from gateway.errors import ReplicaLost, ReplicaUnavailable
 from gateway.plan import Plan
@@ -49,7 +50,7 @@ def resident(router: Router, replica_id: str) -> set[bytes]:
 
 
 def plan(replica_id: str, tokens: int = 100, cached: int = 0) -> Plan:
-    return Plan(list(range(tokens)), b"", [], replica_id, cached, "t", "tenant", "none")
+    return Plan(token_bytes(range(tokens)), b"", [], replica_id, cached, "t", "tenant", "none")
 
 
 def load(queued: int) -> Load:
