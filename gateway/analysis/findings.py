@@ -15,7 +15,7 @@ _WORDS: Final[dict[Cause, str]] = {
     "never_seen": "Text that no earlier request had: it has to be computed.",
     "evicted": "Was cached and had to leave before it came back: a larger cache, or another policy, would keep more.",
     "other_replica": "Is cached on another replica.",
-    "volatile": "Values that change with every request stand in front of text that repeats{fields}. Moved behind it, "
+    "volatile": "Values that change with every request{fields} stand in front of text that repeats. Moved behind it, "
     "they leave it in the cache.",
     "document_order": "Documents that were sent before come back in another order. Given as `documents`, they can be "
     "laid out so that those which are cached lead.",

@@ -102,7 +102,7 @@ def make_report(job: Job, as_is: PassResult, canonical: PassResult) -> Report:
         templates,
         as_is.bad_lines,
         size_name(min(finite, default=None)),
-        suggest(job, analysis.causes, analysis.tokens),
+        suggest(job, analysis.causes, analysis.tokens, {tally.template: tally.requests for tally in as_is.tallies}),
     )
 
 

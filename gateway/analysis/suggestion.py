@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from gateway.analysis.passes import Job
@@ -16,10 +16,10 @@ _MIN_SHARE: Final = 0.01
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
-def suggest(job: Job, causes: Sequence[CauseRow], tokens: int) -> str:
+def suggest(job: Job, causes: Sequence[CauseRow], tokens: int, requests: Mapping[str, int]) -> str:
     """TOML that ``headstart serve --config`` takes, for a log whose ``tokens`` were missed for these ``causes``.
 
-    A learned template is declared, with its fields as ``{name}``. One in which some differing parts should stay where
+    ``requests`` of the log were of each template. A learned template is declared, with its fields as ``{name}``. One in which some differing parts should stay where
     they are cannot be declared: for those learned fields are to be moved as they are found.
     """
     lost = dict.fromkeys((row.cause for row in causes), 0)
@@ -30,10 +30,13 @@ def suggest(job: Job, causes: Sequence[CauseRow], tokens: int) -> str:
     templates: list[str] = []
     if "volatile" in worth and job.learner is not None:
         proposals = TemplateProposals(job.learner, "apply").all()
+        total = sum(requests.values())
         for number, proposal in enumerate(proposals, start=1):
             if proposal.system is not None:
                 templates.append(
-                    f"# {proposal.requests:,} requests were made from it; its fields leave the prefix.\n"
+                    # Of the whole log, while a proposal counts those that came after it was learned.
+                    f"# {requests.get(proposal.name, 0):,} of the log's {total:,} requests have this system text; "
+                    "what stands in braces leaves the prefix.\n"
                     f"[templates.learned_{number}]\nsystem = {toml_text(proposal.system)}\n"
                 )
         if any(proposal.system is None for proposal in proposals):

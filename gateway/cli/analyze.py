@@ -217,7 +217,7 @@ def _note_bad_lines(report: Report) -> None:
         NOTES.print(str(bad), markup=False, soft_wrap=True)
     if report.bad_lines:
         NOTES.print(
-            f"{len(report.bad_lines):,} lines were left out; {report.analysis.requests:,} requests were analyzed."
+            f"Lines left out: {len(report.bad_lines):,}; requests that were analyzed: {report.analysis.requests:,}."
         )
 
 
@@ -244,7 +244,7 @@ def _print(report: Report) -> None:
     table.add_row("bound for any order", "", f"{100 * rates.position_independent:.2f} %")
     console.print(table)
     at = "without end" if report.causes_at == "inf" else f"of {int(report.causes_at):,} blocks"
-    console.print(f"\nWhy tokens were missed as it is, in a cache {at}:")
+    console.print(f"\nWhy tokens of the prompts as they are were missed, in a cache {at}:")
     for finding in findings(report):
         console.print(
             f"  {100 * finding.share:6.2f} %  [bold]{finding.cause}[/]: {escape(finding.text)}", soft_wrap=True

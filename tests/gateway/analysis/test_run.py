@@ -209,6 +209,16 @@ def test_the_suggested_configuration_does_what_was_learned(log_lines: list[Any],
     assert "Nothing to configure" in replayed.configuration
 
 
+def test_a_suggested_template_tells_how_many_requests_of_the_whole_log_are_of_it(
+    log_lines: list[Any], write_log: Writer, job: Jobs
+) -> None:
+    """Not how many came after it was found, which takes some."""
+    others = [chat("Another system text.", f"{number}?") for number in range(7)]
+    path = write_log([*log_lines, *others])
+    learned = report_of(job(path, templates={}, canonical=CanonicalConfig(hoist="apply")))
+    assert f"# {len(log_lines)} of the log's {len(log_lines) + 7} requests have this system" in learned.configuration
+
+
 def test_nothing_is_suggested_where_nothing_helps(write_log: Writer, job: Jobs) -> None:
     report = report_of(job(write_log([chat("System.", "why?")] * 5), templates={}))
     assert load_text(report.configuration) == {}

@@ -86,7 +86,7 @@ def test_bad_lines_are_told_and_strict_makes_them_an_error(
     assert re.search(r"log>\.jsonl: line 31, field messages\[0\]\.role: must be one of", told) or (
         "line 31, field messages[0].role" in told
     )
-    assert "1 lines were left out" in told
+    assert "Lines left out: 1; requests that were analyzed: 30." in told
     assert analyze(log, "--strict") == 1
 
 
