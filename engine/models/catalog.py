@@ -365,7 +365,8 @@ def _need_packages() -> None:
     if missing:
         raise ModelError(
             f"A GGUF model is converted with {', '.join(missing)}, not installed here: "
-            "pip install 'headstart[engine]'. Or give --model a Hugging Face folder: where no engine runs, one with a tokenizer is enough."
+            "pip install 'headstart[engine]'. Or give --model a Hugging Face folder: where no engine runs, one with a "
+            "tokenizer is enough."
         )
 
 
