@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 from typing import Any, Final, TypeVar
@@ -35,6 +36,7 @@ _KEEP_ALIVE_S: Final = 4.0
 
 _MAX_PROBE_BYTES: Final = 1024 * 1024
 _MISSING: Final = (404, 405, 501)
+_UNAVAILABLE: Final = 503
 
 _CACHE_CONFIG: Final = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _NUMBER_LABEL: Final = re.compile(rb'(\w+)="(\d{1,9})"')
@@ -127,7 +129,7 @@ class OpenAIServer:
         """
         status, _ = await self._ask("GET", "/health")
         if status != 200 and status not in _MISSING:
-            raise ServerUnfit(f"{self._config.url} says that it is not well ({status})")
+            raise self._unwell(status, "/health")
         return self._choose((await self._read("/v1/models", _Cards)).data, wanted)
 
     async def identify(self, card: ModelCard, proof: TokenizerProof) -> ServedModel:
@@ -149,6 +151,8 @@ class OpenAIServer:
     def _choose(self, cards: list[ModelCard], wanted: str) -> ModelCard:
         config = self._config
         models = {card.id: card for card in cards}
+        if not models:
+            raise ServerUnfit(f"{config.url} serves no model yet: its list in /v1/models is empty")
         if config.model is not None:
             if config.model in models:
                 return models[config.model]
@@ -161,13 +165,19 @@ class OpenAIServer:
         return bases[0]
 
     async def _context_length(self) -> int:
-        """From llama.cpp's ``/props``; vLLM and SGLang say it with the model."""
-        try:
-            return (await self._read("/props", _Properties)).default_generation_settings.n_ctx
-        except ServerUnfit:
-            raise ServerUnfit(
-                f"{self._config.url} does not say how long a context it takes (max_model_len in /v1/models)"
-            ) from None
+        """From llama.cpp's ``/props``; vLLM and SGLang say it with the model.
+
+        So does another gateway, but not before an engine of its own is ready; it is well and names its model till then.
+        """
+        status, data = await self._ask("GET", "/props")
+        if status == 200:
+            with contextlib.suppress(ServerUnfit):
+                return self._decode(data, _Properties, "/props").default_generation_settings.n_ctx
+        readiness, _ = await self._ask("GET", "/ready")
+        for path, answered in (("/props", status), ("/ready", readiness)):
+            if answered == _UNAVAILABLE:
+                raise self._unwell(answered, path)
+        raise ServerUnfit(f"{self._config.url} does not say how long a context it takes (max_model_len in /v1/models)")
 
     async def _cache_geometry(self) -> tuple[int, int]:
         """Tokens per block and number of blocks, from vLLM's metrics; 0 each where they do not tell."""
@@ -190,13 +200,20 @@ class OpenAIServer:
                 f"{self._config.url} reads text with another tokenizer than this gateway: "
                 f"give with --model the folder of the model that it serves, {model!r}"
             )
-        raise ServerUnfit(f"{self._config.url} answers {status} to /tokenize")
+        raise self._unwell(status, "/tokenize")
 
     async def _read(self, path: str, kind: type[_T]) -> _T:
         status, data = await self._ask("GET", path)
         if status != 200:
-            raise ServerUnfit(f"{self._config.url} answers {status} to {path}")
+            raise self._unwell(status, path)
         return self._decode(data, kind, path)
+
+    def _unwell(self, status: int, path: str) -> ServerUnfit:
+        if status == _UNAVAILABLE:
+            return ServerUnfit(
+                f"{self._config.url} is not ready: it answers {status} to {path}, as servers do that load their model"
+            )
+        return ServerUnfit(f"{self._config.url} answers {status} to {path}")
 
     def _decode(self, data: bytes, kind: type[_T], path: str) -> _T:
         try:
@@ -244,4 +261,4 @@ def words_for(error: Exception) -> str:
 
 
 def _names(models: dict[str, ModelCard]) -> str:
-    return ", ".join(map(repr, sorted(models))) or "nothing"
+    return ", ".join(map(repr, sorted(models)))

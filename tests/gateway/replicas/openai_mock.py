@@ -150,6 +150,8 @@ class MockServer:
     def __init__(self, folder: Path) -> None:
         self.behave: Behaviour = saying(whole("hello"))
         self.health = 200
+        self.ready = 404
+        """What it answers to ``/ready``, which only some servers have."""
         self.stopped = False
         """Takes connections and says nothing, like a process that was stopped."""
         self.tokenizer: Tokenizer | None = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -175,6 +177,7 @@ class MockServer:
         """Take connections (again)."""
         app = web.Application(middlewares=[self._notice])
         app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/tokenize", self._tokenize)
@@ -218,6 +221,9 @@ class MockServer:
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response(status=self.health)
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        return web.Response(status=self.ready)
 
     async def _models(self, _request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": self.cards})

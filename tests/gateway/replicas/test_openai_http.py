@@ -151,7 +151,8 @@ def test_the_model_is_the_configured_or_the_wanted_or_the_only_one(
     [
         ([{"id": "a"}, {"id": "b"}], {}, "which model"),
         ([{"id": "a"}], {"model": "c"}, "'c'"),
-        ([], {}, "nothing"),
+        ([], {}, "serves no model yet"),
+        ([], {"model": "c"}, "serves no model yet"),
         ([{"id": MODEL}], {}, "context"),
         ("nonsense", {}, "OpenAI-compatible"),
     ],
@@ -166,6 +167,37 @@ def test_what_cannot_be_served_is_said_in_words(folder: Path, cards: Any, config
         assert replica.state is ReplicaState.DOWN
 
     play(folder, scenario, prepare=prepare, wait=False, **config)
+
+
+@pytest.mark.parametrize(
+    ("loading", "words"),
+    [
+        ({"health": 503}, "is not ready: it answers 503 to /health"),
+        ({"health": 500}, "answers 500 to /health"),
+        ({"cards": []}, "serves no model yet"),
+        # As a gateway none of whose engines is up, which is well itself and knows its model's name.
+        ({"cards": [{"id": MODEL, "max_model_len": None}], "ready": 503}, "is not ready: it answers 503 to /ready"),
+        ({"cards": [{"id": MODEL, "max_model_len": None}], "ready": 200}, "does not say how long a context"),
+    ],
+)
+def test_a_server_that_still_loads_is_not_taken_for_one_that_is_at_fault(
+    folder: Path, loading: dict[str, Any], words: str
+) -> None:
+    loaded: dict[str, Any] = {}
+
+    def prepare(server: MockServer) -> None:
+        for name, value in loading.items():
+            loaded[name] = getattr(server, name)
+            setattr(server, name, value)
+
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        await until(lambda: replica.down_reason is not None)
+        assert str(replica.down_reason).startswith(f"{server.url} {words}")
+        for name, value in loaded.items():
+            setattr(server, name, value)
+        await replica.wait_ready(TIMEOUT_S)
+
+    play(folder, scenario, prepare=prepare, wait=False)
 
 
 # --- how it fails ----------------------------------------------------------------------------------------
