@@ -9,6 +9,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import ClassVar, Final
 
 import msgspec
@@ -139,14 +140,18 @@ class AnswerFormat(ABC):
         self._writer: LogprobsWriter | None = None
         self._prompt_logprobs: Raw | UnsetType = UNSET
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        head = {"id": self.id, "object": self.event_object_name, "created": self.created, "model": model}
-        self._head: Final = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._tail: Final = b'],"usage":null}\n\n' if shown.usage else b"]}\n\n"
 
     @property
     def shows_prompt(self) -> bool:
         """Whether it takes the prompt to write the answer."""
         return self._shown.prompt_logprobs is not None
+
+    @cached_property
+    def _head(self) -> bytes:
+        """What stands before the choices in every event."""
+        head = {"id": self.id, "object": self.event_object_name, "created": self.created, "model": self.model}
+        return b"data: " + _encode(head)[:-1] + b',"choices":['
 
     def take_prompt(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
         """The prompt, and its log-probabilities if they were asked for.

@@ -105,7 +105,9 @@ class Canonicalizer:
         messages, metadata, hoist_changes = _hoist(system, hoist_mode, target)
         if system.learned and system.pasted is not None:  # fields in front of them may have been moved
             system = msgspec.structs.replace(system, pasted=find_undeclared(messages[0].content, system=True))
-        tools, tool_changes = canonical_tools(body.tools or ()) if self._defaults.text else (body.tools or [], ())
+        tools, tool_changes = (
+            canonical_tools(body.tools) if body.tools and self._defaults.text else (body.tools or [], ())
+        )
         settled = _settle_documents(body, system, messages, target)
         structured = settled.pasted is None and bool(settled.documents or settled.references)
         layout = Layout(

@@ -140,6 +140,7 @@ class HttpConnection(asyncio.Protocol):
         "_keep_alive",
         "_least",
         "_loop",
+        "_named",
         "_parser",
         "_paused",
         "_size",
@@ -154,6 +155,7 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, client: HttpClient) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
+        self._named: dict[bytes, bytes] = {}  # the first of each name, in lower case
         self.idle_since = 0.0
         self.heard_at = 0.0
         self._client: Final = client
@@ -190,7 +192,8 @@ class HttpConnection(asyncio.Protocol):
 
     def header(self, wanted: bytes) -> str | None:
         """The first header of this name, given in lower case."""
-        return next((value.decode("latin-1") for name, value in self.headers if name.lower() == wanted), None)
+        value = self._named.get(wanted)
+        return None if value is None else value.decode("latin-1")
 
     def send(self, head: bytes, body: bytes) -> None:
         """Begin a request, its ``head`` made by the client. The answer is read by ``head`` and ``read``."""
@@ -308,8 +311,8 @@ class HttpConnection(asyncio.Protocol):
         if self.status < 200:
             self.headers = []
             return
-        names = {name.lower() for name, _ in self.headers}
-        self._framed = b"content-length" in names or b"transfer-encoding" in names
+        named = self._named = {name.lower(): value for name, value in reversed(self.headers)}
+        self._framed = b"content-length" in named or b"transfer-encoding" in named
         self._keep_alive = self._parser.should_keep_alive()
         self._headed = True
 
