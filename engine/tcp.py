@@ -92,7 +92,10 @@ class GatewayHandshake:
         told = bytes(buffer[:_VERDICT_BYTES])
         del buffer[:_VERDICT_BYTES]
         if told == _REFUSED:
-            raise ProtocolError("the engine does not accept our secret: both ends must have the same engine.secret")
+            raise ProtocolError(
+                "the engine does not accept our secret: "
+                "set engine.secret (HEADSTART__ENGINE__SECRET) to the same at both ends"
+            )
         if not hmac.compare_digest(told, _ADMITTED + _answer(self._secret, b"engine", self._nonces)):
             raise ProtocolError("what answers there does not know the secret")
         self.done = True

@@ -193,11 +193,13 @@ class EngineReplica(OwnEngineReplica):
     async def _serve(self, socket: Path | TcpEndpoint, process: EngineProcess | None) -> None:
         ended = asyncio.create_task(process.wait()) if process is not None else None
         try:
+            self.refused = False
             connection = await self._connect(socket, ended)
             try:
                 reason = await self._until_closed(connection)
             finally:
                 connection.close()
+            self.refused = self._ready_since is None
             if ended is not None:
                 # The process says better why; it may still be on its way out.
                 await asyncio.wait([ended], timeout=_LAST_WORDS_TIMEOUT_S)

@@ -22,6 +22,8 @@ class ReplicaLife:
         self.info: EngineInfo | None = None
         self.load: Load | None = None
         self.down_reason: str | None = None
+        self.refused = False
+        """Whether what answers there will not have this gateway, or is of no use to it: somebody has to mend that."""
         self.degraded: tuple[str, ...] = ()
         self.reads_tokens = True
         self._observers: list[ReplicaObserver] = []
@@ -31,8 +33,8 @@ class ReplicaLife:
         """Report to ``observer`` from now on."""
         self._observers.append(observer)
 
-    async def wait_ready(self, timeout: float) -> None:
-        """Return when READY.
+    async def wait_ready(self, timeout: float, *, patient: bool = True) -> None:
+        """Return when READY; without being ``patient`` only as long as it may come up by itself.
 
         Raises:
             ReplicaUnavailable: Not within ``timeout`` seconds, it was stopped, or an engine of our own has ended.
@@ -40,7 +42,8 @@ class ReplicaLife:
         try:
             async with asyncio.timeout(timeout):
                 while self.state is not ReplicaState.READY:
-                    if self.state is ReplicaState.STOPPED or (self.state is ReplicaState.DOWN and self.restarts):
+                    in_vain = self.restarts or (self.refused and not patient)
+                    if self.state is ReplicaState.STOPPED or (self.state is ReplicaState.DOWN and in_vain):
                         raise ReplicaUnavailable(f"{self.id} does not serve: {self.down_reason}.")
                     self._changed.clear()
                     await self._changed.wait()

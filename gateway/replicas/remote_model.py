@@ -54,7 +54,7 @@ async def _served(replica: ReplicaConfig, config: Config) -> tuple[str, str]:
         engine = EngineReplica(replica.url, engine_endpoint(replica, config.engine.secret))
         await engine.start()
         try:
-            await engine.wait_ready(_ENGINE_TIMEOUT_S)
+            await engine.wait_ready(_ENGINE_TIMEOUT_S, patient=False)
             assert engine.info is not None, "it is ready"
             return engine.info.model, engine.info.root
         finally:

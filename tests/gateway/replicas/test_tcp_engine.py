@@ -15,6 +15,7 @@ from engine.detokenize import vocabulary_digest
 from engine.wire import Sampling
 from gateway.config import Config, EngineConfig, ReplicaConfig
 from gateway.errors import ConfigError, ReplicaUnavailable
+from gateway.replicas import remote_model
 from gateway.replicas.base import GenerationRequest, Replica, ReplicaState
 from gateway.replicas.remote import RemoteReplicas
 from gateway.replicas.remote_model import with_remote_model
@@ -97,6 +98,9 @@ def test_a_wrong_secret_is_refused_in_words_that_do_not_tell_it(
 
     with structlog.testing.capture_logs() as lines:
         asyncio.run(scenario())
+    if secret:
+        first = next(line for line in lines if line["event"] == "replica down")
+        assert "does not accept our secret: set engine.secret (HEADSTART__ENGINE__SECRET)" in first["reason"]
     told = f"{lines} {caplog.text}"
     assert SECRET not in told
     assert not secret or secret not in told
@@ -179,3 +183,31 @@ def test_the_model_is_taken_from_an_engine_whose_folder_is_here(tokenizer: Token
             assert (await with_remote_model(config(known.url))).engine.model == "smollm2-135m-instruct"
 
     asyncio.run(scenario())
+
+
+def test_the_model_is_not_waited_for_where_the_secret_is_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_model, "_ENGINE_TIMEOUT_S", 600.0)
+
+    async def scenario() -> None:
+        async with TcpEngine(tokenizer) as engine, asyncio.timeout(TIMEOUT_S):
+            config = Config(engine=EngineConfig(secret="correct-horse-batterz"), replicas=(engine.url,))
+            with pytest.raises(ConfigError, match="does not accept our secret"):
+                await with_remote_model(config)
+
+    asyncio.run(scenario())
+
+
+def test_the_model_is_waited_for_where_no_engine_answers_yet(tokenizer: Tokenizer, folder: Path) -> None:
+    async def scenario(lines: list[Any]) -> None:
+        async with TcpEngine(tokenizer, root=str(folder)) as engine:
+            await engine.stop()
+            config = Config(engine=EngineConfig(secret=SECRET), replicas=(engine.url,))
+            asking = asyncio.create_task(with_remote_model(config))
+            await until(lambda: any(line["event"] == "replica down" for line in lines))
+            await engine.listen()
+            assert (await asking).engine.served_name == "scripted"
+
+    with structlog.testing.capture_logs() as lines:
+        asyncio.run(scenario(lines))
