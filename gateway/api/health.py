@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Final
 
 import msgspec
@@ -12,6 +11,7 @@ from litestar.di import NamedDependency
 
 import gateway as package
 from gateway.api.access import is_operator
+from gateway.redaction import redacted
 from gateway.replicas.base import ReplicaState
 from gateway.routing.breaker import BreakerState
 from gateway.service import Gateway
@@ -20,9 +20,6 @@ __all__ = ["health", "ready", "version"]
 
 _READ: Final = [HttpMethod.GET, HttpMethod.HEAD]
 """Balancers and monitors often ask for the head alone."""
-
-_ADDRESS: Final = re.compile(r"\b[a-z0-9+.-]+://[^\s,;)'\"]*[^\s,;)'\":.]", re.IGNORECASE)
-"""A URL in the words of a reason, without the punctuation behind it."""
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -55,13 +52,13 @@ def health() -> Health:
 def ready(request: Request[Any, Any, State], gateway: NamedDependency[Gateway]) -> Response[Readiness]:
     """200 while at least one replica serves and the gateway is not shutting down, else 503.
 
-    Addresses of servers are for the operator: others are told names.
+    Addresses of servers and paths of files are for the operator: others are told names.
     """
     is_ready = gateway.ready_replicas > 0 and not gateway.draining
     states = {id: str(replica.state) for id, replica in gateway.replicas.items()}
     problems = [*_degraded(gateway)]
     if not is_operator(request):
-        problems = [_ADDRESS.sub("the server", words) for words in problems]
+        problems = [redacted(words) for words in problems]
     return Response(Readiness(is_ready, states, problems), status_code=200 if is_ready else 503)
 
 

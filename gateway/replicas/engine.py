@@ -14,6 +14,7 @@ import structlog
 from engine.wire import Abort, Call, EngineInfo, FromEngine, Output, Reply, StepReport
 from gateway.configuration import TCP_PREFIX
 from gateway.errors import HeadstartError, ReplicaError
+from gateway.redaction import redacted
 from gateway.replicas.base import GenerationRequest, ReplicaState
 from gateway.replicas.connection import EngineConnection
 from gateway.replicas.openai_server import words_for
@@ -286,7 +287,7 @@ class EngineReplica(OwnEngineReplica):
         self._set_state(ReplicaState.DOWN, reason)
         if not repeated:
             self._log.warning("replica down", reason=reason, next_try_s=pause_s)
-        self._in_flight.lose(f"{self.id} was lost: {reason}")
+        self._in_flight.lose(f"{self.id} was lost: {redacted(reason)}")  # callers get to read it
         for future in self._calls.values():
             if not future.done():
                 future.set_result(Reply(0, error=f"lost: {reason}"))

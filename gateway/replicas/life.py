@@ -6,6 +6,7 @@ import asyncio
 
 from engine.wire import EngineInfo, Load
 from gateway.errors import ReplicaUnavailable
+from gateway.redaction import redacted
 from gateway.replicas.base import ReplicaObserver, ReplicaState
 
 __all__ = ["ReplicaLife"]
@@ -57,5 +58,6 @@ class ReplicaLife:
         self._changed.set()
 
     def _not_ready(self) -> ReplicaUnavailable:
-        reason = self.down_reason if self.url is None else None  # callers are told no server's address
-        return ReplicaUnavailable(f"{self.id} is not ready: {reason or self.state}.")
+        # Callers are told no server's address, nor where our files are.
+        reason = redacted(self.down_reason) if self.down_reason and self.url is None else self.state
+        return ReplicaUnavailable(f"{self.id} is not ready: {reason}.")

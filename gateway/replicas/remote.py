@@ -70,7 +70,10 @@ class RemoteReplicas:
 
         def unfit(info: EngineInfo) -> str | None:
             if info.vocabulary not in ("", vocabulary):
-                return f"{config.url} has another tokenizer than {self._folder}"
+                return (
+                    f"{config.url} has another tokenizer than this gateway, whose is in {str(self._folder)!r}: "
+                    f"give with --model the folder of the model that it serves, {info.model!r}"
+                )
             if config.model not in (None, info.model):
                 return f"{config.url} serves {info.model!r}, not {config.model!r}"
             try:

@@ -14,6 +14,7 @@ from engine.wire import CacheEvent, EngineInfo, Load, StepTiming
 from gateway.config import IndexConfig
 from gateway.errors import ReplicaUnavailable
 from gateway.plan import Plan
+from gateway.redaction import redacted
 from gateway.replicas.base import Replica, ReplicaState
 from gateway.routing.breaker import BreakerState, CircuitBreaker
 from gateway.routing.candidate import Candidate, PrefillCurve
@@ -290,8 +291,9 @@ def _takes_more(state: _ReplicaState) -> bool:
 def _why_not(state: _ReplicaState, avoided: bool) -> str:
     replica = state.replica
     if replica.state is not ReplicaState.READY:
-        # That of a remote server has its address, which is the operator's to know (/admin/replicas), not the callers'.
-        return (replica.down_reason if replica.url is None else None) or str(replica.state)
+        # Where servers and files are is the operator's to know (/admin/replicas), not the callers'.
+        reason = replica.down_reason if replica.url is None else None
+        return redacted(reason) if reason else str(replica.state)
     if not replica.reads_tokens:
         return "its tokenizer could not be checked"
     if state.draining:

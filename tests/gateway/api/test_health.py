@@ -23,6 +23,20 @@ def test_alive_ready_and_version_are_public_and_short(bench: Bench) -> None:
     bench.run(scenario, replicas=2)
 
 
+def test_paths_are_told_to_the_operator_alone(bench: Bench) -> None:
+    async def scenario(service: Service) -> None:
+        service.replica.lose("the engine process ended: '/srv/the models/m' is not complete")
+        assert "/srv/the models/m" in (await service.get("/ready")).json["degraded"][0]
+        stranger = {"x-forwarded-for": "192.0.2.1"}
+        told = (await service.get("/ready", headers=stranger)).json["degraded"][0]
+        assert told == "engine-0 is down: the engine process ended: a local path is not complete"
+        refused = await service.complete("x", headers=stranger)
+        assert "a local path is not complete" in refused.json["error"]["message"]
+        assert b"/srv" not in refused.body
+
+    bench.run(scenario)
+
+
 def test_replicas_are_listed_with_what_they_serve_and_their_load(bench: Bench) -> None:
     async def scenario(service: Service) -> None:
         await service.complete(bench.tokens(0, 40))

@@ -15,6 +15,7 @@ from engine.detokenize import vocabulary_digest
 from engine.wire import Sampling
 from gateway.config import Config, EngineConfig, ReplicaConfig
 from gateway.errors import ConfigError, ReplicaUnavailable
+from gateway.redaction import redacted
 from gateway.replicas import remote_model
 from gateway.replicas.base import GenerationRequest, Replica, ReplicaState
 from gateway.replicas.remote import RemoteReplicas
@@ -160,6 +161,7 @@ def test_an_engine_that_serves_something_else_is_not_used(
                 await bad.start()
                 await until(lambda: bad.state is ReplicaState.DOWN)
                 assert reason in (bad.down_reason or "")
+                assert str(folder) not in redacted(bad.down_reason or "")
                 assert bad.info is None
                 await bad.stop(0)
 
