@@ -84,6 +84,7 @@ class PinShare:
         self._changes: int | None = None
         self._read_at = float("-inf")
         self._claimed: set[str] = set()
+        """Pins that this gateway has made its own, as long as they last: two with other keys must not take turns."""
 
     def write_all(self) -> None:
         """Redis has lost what was written."""
@@ -133,7 +134,9 @@ class PinShare:
         """The fields to be set, and those to be taken away."""
         written: dict[_Field, SharedPin] = {}
         least = Stamp()
-        for pin in self._pins.store.shared:
+        pins = self._pins.store.shared
+        self._claimed.intersection_update([pin.id for pin in pins])
+        for pin in pins:
             shared = self._shared(pin)
             if shared is None or _is_over(pin.stamp, shared, now):
                 continue

@@ -132,6 +132,31 @@ def test_pinned_documents_are_kept_by_their_keys_where_their_texts_are_not(folde
     asyncio.run(scenario())
 
 
+def test_gateways_with_other_keys_for_a_pin_claim_it_once_each_and_again_when_it_is_made_anew(
+    folder: Path, valkey: Any
+) -> None:
+    async def scenario() -> None:
+        one, two = Side(folder, valkey.url, "one"), Side(folder, valkey.url, "two", block_size=32)
+        async with _running(one, two):
+            for _ in range(2):
+                for side in (one, two):
+                    row, _ = await side.control.create(PinConfig("support", DOCUMENTS))
+                made = two.control.store.stamp(row.id)
+                await _all(one, two, rounds=8)
+                claimed = two.control.store.stamp(row.id)
+                assert claimed.version == made.version + 2
+                await _all(one, two, rounds=4)
+                assert two.control.store.stamp(row.id) == one.control.store.stamp(row.id) == claimed, "nobody gives way"
+                await one.control.delete(row.id)
+                await _all(one, two)
+                assert one.rows == two.rows == {}
+                for side in (one, two):
+                    side.bench.now += 61.0  # after which all is read again
+                await _all(one, two)
+
+    asyncio.run(scenario())
+
+
 def test_pins_outlast_gateways_and_redis_as_long_as_one_of_them_knows(
     folder: Path, valkey: Any, tmp_path: Path
 ) -> None:
