@@ -212,13 +212,14 @@ class Comparison:
         predicted, cached = candidate["cached_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
         counted = await server.hits(self.http) - before[replica]
         await self.drained()
+        where = f"{replica}, {'late' if late else f'request {self.placed.total() + 1}'}"
         if not (predicted == cached or (late and predicted < cached)) or cached != counted:
-            self.problems.append(f"{replica}: predicted {predicted}, usage {cached}, its counter {counted}")
+            self.problems.append(f"{where}: predicted {predicted}, usage {cached}, its counter {counted}")
         if usage["prompt_tokens"] != candidate["prompt_tokens"]:
-            self.problems.append(f"{replica}: {candidate['prompt_tokens']} tokens sent, {usage['prompt_tokens']} read")
+            self.problems.append(f"{where}: {candidate['prompt_tokens']} tokens sent, {usage['prompt_tokens']} read")
         held = self.gateway.router.index.holds(replica)
         if missing := [key for key in candidate["keys"] if bytes.fromhex(key) not in held]:
-            self.problems.append(f"{replica}: {len(missing)} blocks of the prompt are not in the index afterwards")
+            self.problems.append(f"{where}: {len(missing)} blocks of the prompt are not in the index afterwards")
         if late:
             self.late_predicted += predicted
             self.late_cached += cached
