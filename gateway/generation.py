@@ -161,10 +161,6 @@ class Generation:
         if self._prompt_only:
             ended = output.finish_reason and "length"  # whatever the token is that nobody asked for
             output = Output(output.id, finish_reason=ended, cached_tokens=output.cached_tokens, index=output.index)
-        self._count(output)
-        return output
-
-    def _count(self, output: Output) -> None:
         if output.cached_tokens is not None:
             self.cached_tokens = output.cached_tokens
         if isinstance(output, CountedOutput):
@@ -176,6 +172,7 @@ class Generation:
         if output.finish_reason is not None:
             self.finish_reasons[output.index] = output.finish_reason
             self.ended = len(self.finish_reasons) == self.n
+        return output
 
 
 class _Attempt:

@@ -216,7 +216,7 @@ async def _stream(exchange: Exchange, generation: Generation, format: AnswerForm
     begun = False
     events = b"".join([format.opening_event(index) for index in range(generation.n)])
     async for output in generation:
-        logprobs = format.logprobs(output.index, output.logprobs)
+        logprobs = format.logprobs(output.index, output.logprobs) if output.logprobs else None
         if output.text or logprobs:
             events += format.text_event(output.index, output.text, logprobs)
         if output.finish_reason is not None:

@@ -45,6 +45,9 @@ class EventStreamParser:
         if self._after_cr or b"\r" in data:
             data = self._with_line_feeds(data)
         rest = self._rest
+        whole = data.startswith(b"data: ") and data.endswith(b"\n\n") and data.find(b"\n") == len(data) - 2
+        if whole and not rest and not self._at_start:  # what comes nearly always
+            return [data[6:-2]]
         if rest:
             searched = len(rest) - 1
             rest += data
