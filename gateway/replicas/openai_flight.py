@@ -13,12 +13,16 @@ __all__ = ["Flight"]
 _ERROR_TIMEOUT_S: Final = 4.0
 _MAX_ERROR_BYTES: Final = 64 * 1024
 
+_STALE_S: Final = 1.0
+"""A server that had closed a connection before a request came says so within a round trip. Later it had the request."""
+
 
 class Flight:
     """Owned by the one task that opens and reads it and closes it in any case; ``lose`` may be called by others.
 
     Silence is measured while an answer that has begun is waited for: ``idle_timeout_s`` seconds of it end the flight.
     Before that the server may have a queue. One timer that is seldom set again does it, so that an event costs nothing.
+    ``begun`` and ``produced`` are set by the owner.
     """
 
     __slots__ = (
@@ -29,6 +33,7 @@ class Flight:
         "_opening",
         "_timer",
         "_waits_since",
+        "begun",
         "loss",
         "produced",
         "whole",
@@ -39,8 +44,10 @@ class Flight:
         """Whether the answer comes as one, so that it may be under way although nothing has come."""
         self.loss: str | None = None
         """Why it was ended by ``lose``."""
+        self.begun = False
+        """Whether some of an answer has come that is told when all of it is there."""
         self.produced = False
-        """Whether any output has come; set by the owner."""
+        """Whether any output has come."""
         self._idle_timeout_s = idle_timeout_s
         self._loop = asyncio.get_running_loop()
         self._opening: asyncio.Timeout | None = None
@@ -53,14 +60,15 @@ class Flight:
         """Send the request and wait for the head of the response. Raises ``OSError``.
 
         A kept connection that ends without a byte of an answer says nothing about the server, which may close it at any
-        time: the request is sent once more, over a new one.
+        time: the request is sent once more, over a new one. Unless that took a while: the server had it then.
         """
         connection = client.waiting()
         if connection is not None:
+            sent_at = self._loop.time()
             try:
                 return await self._send(connection, head, body)
             except OSError:
-                if connection.answered or self.loss is not None:
+                if connection.answered or self.loss is not None or self._loop.time() - sent_at > _STALE_S:
                     raise
                 connection.close()
         try:
@@ -76,7 +84,7 @@ class Flight:
             raise ConnectionAbortedError
         assert self._connection is not None, "a flight is opened first"
         self._waits_since = self._loop.time()
-        if self._timer is None and self.produced:
+        if self._timer is None and (self.produced or self.begun):
             self._timer = self._loop.call_at(self._waits_since + self._idle_timeout_s, self._check_idle)
         try:
             return await self._connection.read(least)

@@ -195,7 +195,9 @@ class OpenAIReplica(ReplicaLife):
         """End the requests of which nothing has come, those that may be under way only when that has gone on."""
         patience_s = min(_PATIENCE_S, self._config.idle_timeout_s)
         for flight in list(self._flights):
-            if not flight.produced and (not flight.whole or time.monotonic() - self._well_at >= patience_s):
+            if flight.produced or flight.begun:
+                continue
+            if not flight.whole or time.monotonic() - self._well_at >= patience_s:
                 flight.lose(reason)
 
     async def _until_next_look(self) -> None:
@@ -415,9 +417,12 @@ class OpenAIReplica(ReplicaLife):
 
 async def _all(flight: Flight) -> bytes:
     """The body of an answer that is no stream. Raises ``OSError`` and ``BrokenAnswer``."""
-    pieces: list[bytes] = []
+    pieces = [await flight.read()]
+    flight.begun = True
+    size = len(pieces[0])
     while piece := await flight.read(_PIECE_BYTES):
         pieces.append(piece)
-        if len(pieces) * _PIECE_BYTES > _MAX_ANSWER_BYTES:
+        size += len(piece)
+        if size > _MAX_ANSWER_BYTES:
             raise BrokenAnswer("its answer is too long")
     return b"".join(pieces)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gateway.replicas import openai_http
+from gateway.replicas.openai_completion import BrokenAnswer
 from gateway.replicas.openai_flight import Flight
 
 from ..conftest import until
@@ -43,14 +46,24 @@ class Connection:
         pass
 
 
-def test_an_answer_that_is_waited_for_as_a_whole_is_not_given_up_while_it_comes() -> None:
+def stream(flight: Flight) -> asyncio.Task[bytes]:
+    flight.produced = True
+    return asyncio.create_task(flight.read(1000))
+
+
+def plain(flight: Flight) -> asyncio.Task[bytes]:
+    flight.begun = True
+    return asyncio.create_task(flight.read(1000))
+
+
+@pytest.mark.parametrize("read", [stream, plain])
+def test_an_answer_that_has_begun_is_given_up_when_it_stops_to_come(read: Callable[[Flight], Any]) -> None:
     async def main() -> None:
         connection = Connection()
         client: Any = SimpleNamespace(waiting=lambda: connection)
         flight = Flight(0.02)
         await flight.open(client, b"", b"")
-        flight.produced = True
-        reading = asyncio.create_task(flight.read(1000))
+        reading = read(flight)
         await until(lambda: connection.asked > 5)
         assert flight.loss is None
         connection.silent_since = asyncio.get_running_loop().time()
@@ -60,3 +73,20 @@ def test_an_answer_that_is_waited_for_as_a_whole_is_not_given_up_while_it_comes(
         flight.close()
 
     asyncio.run(main())
+
+
+def test_of_an_answer_that_is_too_long_no_more_is_taken_in_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = bytes(300 * 1024)  # more may have come than was asked for
+    monkeypatch.setattr(openai_http, "_MAX_ANSWER_BYTES", 10 * len(piece))
+    taken = 0
+
+    async def read(_least: int = 1) -> bytes:
+        nonlocal taken
+        taken += len(piece)
+        return piece
+
+    endless: Any = SimpleNamespace(read=read, begun=False)
+    with pytest.raises(BrokenAnswer, match="too long"):
+        asyncio.run(openai_http._all(endless))
+    assert taken == 11 * len(piece)
+    assert endless.begun

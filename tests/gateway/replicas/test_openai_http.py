@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from engine.wire import Output, Sampling
 from gateway.config import ReplicaConfig
 from gateway.errors import InvalidRequestError, NotSupportedByReplica, ReplicaLost, ReplicaRefusal, ReplicaUnavailable
-from gateway.replicas import openai_http, openai_server
+from gateway.replicas import openai_flight, openai_http, openai_server
 from gateway.replicas.base import CountedOutput, GenerationRequest, ReplicaState
 from gateway.replicas.openai_http import OpenAIReplica
 from gateway.replicas.tokenizer_proof import TokenizerProof
@@ -531,6 +531,49 @@ def test_a_kept_connection_that_the_server_has_closed_is_no_loss_of_the_server(f
         server.behave = behave
 
     play(folder, scenario, prepare=prepare)
+
+
+def test_a_request_is_not_sent_again_to_a_server_that_had_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain answer says nothing until its end: its connection may end after minutes without a byte of it."""
+    monkeypatch.setattr(openai_flight, "_STALE_S", 0.05)
+
+    async def behave(talk: Talk) -> web.Response | None:
+        assert talk.request.transport is not None
+        talk.body["peer"] = talk.request.transport.get_extra_info("peername")
+        if len(talks) == 1:
+            return web.json_response(as_one("a", "b"))
+        begun = asyncio.get_running_loop().time()
+        await until(lambda: asyncio.get_running_loop().time() > begun + 0.1)
+        talk.abort()
+        return None
+
+    talks: list[Talk] = []
+
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server.talks = talks
+        server.behave = behave
+        assert len(await answer(replica, AS_ONE)) == 2
+        with pytest.raises(ReplicaLost):
+            await answer(replica, AS_ONE)
+        assert len(talks) == 2
+        assert talks[0].body["peer"] == talks[1].body["peer"], "over the connection that was kept"
+
+    play(folder, scenario)
+
+
+def test_a_plain_answer_that_stops_in_the_middle_is_given_up(folder: Path) -> None:
+    async def behave(talk: Talk) -> None:
+        response = web.StreamResponse(headers={"content-type": "application/json"})
+        await response.prepare(talk.request)
+        await response.write(b'{"choices": [')
+        await talk.wait_until_gone()
+
+    async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
+        server.behave = behave
+        with pytest.raises(ReplicaLost, match="nothing more came"):
+            await answer(replica, AS_ONE)
+
+    play(folder, scenario, idle_timeout_s=0.2)
 
 
 def test_a_server_that_is_not_there_is_waited_for(folder: Path) -> None:
