@@ -76,8 +76,12 @@ class FlightLog:
 
     def waiting_tokens(self, now: float) -> int:
         """``pending_tokens`` as they are ``now``, short of those that ought to be computed by now."""
-        while self._untold and self._untold[0][0] <= now:
-            self._untold.popleft()[1].release()
+        while self._untold:
+            due, flight = self._untold[0]
+            if due > now and flight.waits:  # so do those behind it
+                break
+            self._untold.popleft()
+            flight.release()
         return self.pending_tokens
 
     @property
@@ -131,6 +135,11 @@ class Flight:
             log.presume(self, self._since + log.cost.seconds(self._tokens + self._ahead, self._cached))
         return self.untimed
 
+    @property
+    def waits(self) -> bool:
+        """Whether its prompt is still to be computed, as far as is known."""
+        return self._tokens > 0
+
     def prefilled(self) -> None:
         """Its first output has come, for which nobody waits any more. Safe to repeat."""
         self.release()
@@ -159,8 +168,12 @@ class Flight:
             self._log.learn(StepTiming(own + self._ahead, context, 0, 0, self._ttft_s), self._since)
 
     def expired(self) -> None:
-        """It was given up after it had waited for its first output for as long as a request may take."""
-        self._log.breaker.failed(probe=self._probe)
+        """It was given up after it had waited for its first output for as long as a request may take.
+
+        The first output of an ``untimed`` one is its last: that it took so long is no fault of the replica's.
+        """
+        if not self.untimed:
+            self._log.breaker.failed(probe=self._probe)
 
     def __enter__(self) -> Flight:
         self._log.in_flight += 1

@@ -384,6 +384,41 @@ def test_nobody_waits_for_an_untimed_prompt_longer_than_it_ought_to_take(quiet_r
     assert router.view("a").waiting_tokens == 0
 
 
+def test_nobody_waits_behind_an_untimed_prompt_that_was_given_up(quiet_replica: QuietReplica) -> None:
+    clock = Clock()
+    router = remote_router(clock, quiet_replica("a"))
+    for tokens in (200, 400, 800, 1600) * 2:
+        serve(router, clock, "a", tokens, tokens * 1e-3)
+    assert untimed(router, clock) is None
+    long = untimed(router, clock, 100_000)
+    assert long
+    long.__exit__(None, None, None)
+    assert router.view("a").waiting_tokens == 100, "that which tells its time"
+    assert untimed(router, clock, 500)
+    clock.now += 1.0
+    assert router.view("a").waiting_tokens == 100
+
+
+def test_a_whole_answer_that_takes_longer_than_a_request_may_is_no_failure_of_its_replica(
+    quiet_replica: QuietReplica,
+) -> None:
+    clock = Clock()
+    router = remote_router(clock, quiet_replica("a"))
+    for tokens in (200, 400, 800, 1600) * 2:
+        serve(router, clock, "a", tokens, tokens * 1e-3)
+    timed = router.dispatch(plan("a")).__enter__()
+    assert not timed.leave_untimed()
+    flights = [untimed(router, clock) for _ in range(5)]
+    clock.now += 600
+    for flight in flights:
+        assert flight
+        flight.__exit__(None, None, None)
+        flight.expired()
+    assert router.view("a").failures == 0
+    timed.expired()
+    assert router.view("a").failures == 1, "its first token is late"
+
+
 def test_a_probe_is_timed(quiet_replica: QuietReplica) -> None:
     clock = Clock()
     router = remote_router(clock, quiet_replica("a"))
