@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import ssl
 import time
 from collections.abc import Iterable, Mapping
@@ -24,6 +25,10 @@ _READ_AHEAD_BYTES: Final = 256 * 1024
 
 _MAX_HEAD_BYTES: Final = 256 * 1024
 _ENDING_TIMEOUT_S: Final = 0.2
+_ALIVE: Final = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+"""When the kernels make sure of each other, in seconds and tries, where they can be told. An answer that comes as one
+says nothing for minutes, after which routers on the way forget its connection, and nobody would hear of its end."""
+
 _LINE_BREAK: Final = re.compile(r"[\r\n\0]")
 
 Headers = Iterable[tuple[str, str]]
@@ -255,6 +260,12 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It is open."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        connection = transport.get_extra_info("socket")
+        if connection is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _ALIVE:
+                if option := getattr(socket, name, None):
+                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def data_received(self, data: bytes) -> None:
         """Take in what has come."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -81,10 +82,24 @@ async def ask(client: HttpClient, body: bytes = b"question") -> HttpConnection:
 
 
 async def body_of(connection: HttpConnection) -> bytes:
-    body = b""
+    pieces = []
     while data := await connection.read():
-        body += data
-    return body
+        pieces.append(data)
+    return b"".join(pieces)
+
+
+def test_a_connection_on_which_nothing_comes_for_minutes_is_kept_alive() -> None:
+    async def main() -> None:
+        async with client_of(saying(LENGTH)) as (client, _server):
+            connection = await ask(client)
+            assert connection._transport is not None
+            under = connection._transport.get_extra_info("socket")
+            assert under.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            if hasattr(socket, "TCP_KEEPIDLE"):
+                assert under.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
+            connection.close()
+
+    run(main())
 
 
 def test_a_request_is_one_post_with_its_headers_and_its_length() -> None:
