@@ -287,7 +287,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         for name, value in headers:
             lines += (name, b": ", value, b"\r\n")
         head = b"".join(lines)
-        if head.count(b"\n") != 1 + len(headers):
+        if not head.count(b"\r") == head.count(b"\n") == 1 + len(headers):
             raise RuntimeError("a header holds a line break")
         cycle.response_started = True
         cycle.waiting_for_100_continue = False

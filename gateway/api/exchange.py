@@ -204,7 +204,7 @@ class Exchange:
 
         An event costs half of it: no coroutine, and no message for ASGI.
         """
-        return self._head is None and self._chunked and self._connection.write_chunk(data)
+        return self._head is None and self._chunked and data != b"" and self._connection.write_chunk(data)
 
     async def send_events(self, data: bytes) -> None:
         """Send one or more events; waits while the client does not read."""

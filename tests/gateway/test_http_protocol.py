@@ -462,6 +462,7 @@ def test_pipelined_requests_are_answered_in_their_order_whole_or_in_chunks() -> 
             exchange.start_events([])
             assert not exchange.send_at_once(name), "the head goes out with the first of it"
             await exchange.send_events(name)
+            assert not exchange.send_at_once(b""), "a chunk of nothing would end the answer"
             assert exchange.send_at_once(name)
             await exchange.end_events(b"")
         else:
@@ -499,7 +500,7 @@ def test_a_connection_that_is_to_end_with_its_answer_says_so_and_ends() -> None:
     _play(scenario, application)
 
 
-@pytest.mark.parametrize("value", [b"a\r\nset-cookie: b", b"a\nb"])
+@pytest.mark.parametrize("value", [b"a\r\nset-cookie: b", b"a\nb", b"a\rset-cookie: b"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_header_of_several_lines_is_a_fault_and_no_header(value: bytes, stream: bool) -> None:
     async def application(scope: Any, receive: Any, send: Any) -> None:
