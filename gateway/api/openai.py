@@ -61,11 +61,19 @@ def _route(gateway: Gateway, route: Route, read: _Reader) -> ASGIApp:
         except Exception as error:
             if exchange.started:
                 raise
-            own = error if isinstance(error, HeadstartError) else report_unexpected(error, exchange.id)
-            headers = [(name.encode(), value.encode()) for name, value in error_headers(own).items()]
-            await exchange.answer(headers, encode_error(own), own.status)
+            await _refuse(
+                exchange, error if isinstance(error, HeadstartError) else report_unexpected(error, exchange.id)
+            )
+        except asyncio.CancelledError:  # the server ends before the answer: this is the end of the task in any case
+            if not exchange.started:
+                await _refuse(exchange, OverloadedError("The server was stopped before it could answer; try again."))
 
     return answer
+
+
+async def _refuse(exchange: Exchange, error: HeadstartError) -> None:
+    headers = [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
+    await exchange.answer(headers, encode_error(error), error.status)
 
 
 class _Job(msgspec.Struct, frozen=True):

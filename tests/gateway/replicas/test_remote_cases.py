@@ -6,14 +6,18 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 from gateway.replicas import openai_server
 from gateway.replicas.base import ReplicaState
+from gateway.routing.flight import FlightLog
+from gateway.server import run
 
 from ..conftest import until
 from .openai_mock import (
@@ -26,8 +30,10 @@ from .openai_mock import (
     as_one,
     event,
     events_of,
+    gateway_over,
     play,
     refusing,
+    replying,
     saying,
     text_of,
     usage,
@@ -301,6 +307,99 @@ def test_plain_requests_are_asked_for_as_one_but_for_some_that_tell_their_time(f
         assert sum(sum(sums.ttft.values()) for sums in totals) == sum(streamed)
 
     play(folder, scenario)
+
+
+@pytest.fixture
+def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plain request is asked for in a stream to learn from its time."""
+    monkeypatch.setattr(FlightLog, "asks", lambda _log, _now: False)
+
+
+@pytest.mark.usefixtures("_untimed")
+def test_a_plain_answer_has_no_time_to_first_token_wherever_it_is_told(folder: Path) -> None:
+    async def scenario(remote: Remote, server: MockServer) -> None:
+        server.behave = replying(as_one("hello"))
+        assert (await remote.complete())[0] == 200
+        server.behave = saying(whole("hello"))
+        assert (await remote.complete(stream=True))[0] == 200
+        async with remote.http.get(remote.url + "/admin/requests") as response:
+            times = [each["ttft_s"] for each in (await response.json())["requests"]]
+        assert sorted(time is None for time in times) == [False, True]
+        async with remote.http.get(remote.url + "/metrics") as response:
+            counts = [line for line in (await response.text()).splitlines() if "headstart_ttft_seconds_count" in line]
+        assert [line.rpartition(" ")[2] for line in counts] == ["1.0"]
+        async with remote.http.get(remote.url + "/admin/stats") as response:
+            assert (await response.json())["totals"]["ttft_p50_s"] is not None
+
+    play(folder, scenario)
+
+
+@pytest.mark.usefixtures("_untimed")
+def test_a_client_that_leaves_takes_its_plain_request_along(folder: Path) -> None:
+    async def scenario(remote: Remote, server: MockServer) -> None:
+        server.behave = Talk.wait_until_gone
+        ask = asyncio.create_task(remote.complete())
+        await until(lambda: server.open == 1)
+        assert not server.talks[0].body["stream"]
+        ask.cancel()
+        await until(lambda: server.talks[0].gone and remote.gateway.dispatcher.active == 0)
+        view = remote.gateway.router.view("replica-0")
+        assert (view.in_flight, view.waiting_tokens, view.failures) == (0, 0, 0)
+        assert remote.gateway.statistics.snapshot().totals.aborted == 1
+
+    play(folder, scenario)
+
+
+@pytest.mark.usefixtures("_untimed")
+def test_plain_requests_of_a_server_that_dies_are_answered_by_another_once(folder: Path) -> None:
+    goes_on = asyncio.Event()
+
+    async def behave(talk: Talk) -> web.Response:
+        await goes_on.wait()
+        return web.json_response(as_one("hello"))
+
+    async def scenario(remote: Remote, *servers: MockServer) -> None:
+        for server in servers:
+            server.behave = replying(as_one("warm"))
+        for number in range(4):  # connections that are kept
+            assert (await remote.complete(prompt=f"{number}"))[0] == 200
+        for server in servers:
+            server.behave, server.talks = behave, []
+        asks = [asyncio.create_task(remote.complete(prompt=f"{number} x")) for number in range(8)]
+        first, second = servers
+        await until(lambda: first.open + second.open == 8)
+        assert first.open
+        asked = len(first.talks)
+        await first.kill()
+        await until(lambda: second.open == 8)
+        goes_on.set()
+        assert [(await ask)[0] for ask in asks] == [200] * 8
+        assert len({str(talk.body["prompt"]) for talk in second.talks}) == len(second.talks) == 8
+        assert len(first.talks) == asked
+        assert not any(talk.body["stream"] for talk in (*first.talks, *second.talks))
+
+    play(folder, scenario, servers=2)
+
+
+@pytest.mark.usefixtures("_untimed")
+def test_a_plain_request_that_outlives_the_grace_is_told_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            server = await stack.enter_async_context(MockServer(folder))
+            server.behave = Talk.wait_until_gone
+            http = await stack.enter_async_context(aiohttp.ClientSession())
+            async with gateway_over(folder, server) as remote:
+                ask = asyncio.create_task(
+                    http.post(remote.url + "/v1/completions", json={"model": MODEL, "prompt": "x"})
+                )
+                await until(lambda: server.open == 1)
+            response = await ask
+            assert (response.status, response.headers["retry-after"]) == (503, "1")
+            assert (await response.json())["error"]["code"] == "overloaded"
+            await until(lambda: server.open == 0)
+
+    run(main())
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
