@@ -162,11 +162,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
                 return
-        self._idle_since = inf
+        idle_since, self._idle_since = self._idle_since, inf
         try:
             self._parse(data)
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
+        if not self._in_head and self.cycle is not None and self.cycle.response_complete:
+            self._idle_since = idle_since  # more of a body that nobody reads, as it was answered before its end
         if self._in_head and self._head_bytes and self._head_timer is None:  # not all of it came at once
             self._expect_head()
 

@@ -543,3 +543,22 @@ def test_a_connection_is_kept_as_long_as_it_is_used_often_enough() -> None:
         writer.close()
 
     _play(scenario, application, keep_alive_s=keep_s)
+
+
+def test_a_body_that_nobody_reads_keeps_no_connection_open() -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await Exchange(scope, receive, send).answer([], b"{}", 413)
+
+    async def scenario(connect: Connect) -> None:
+        reader, writer = await connect()
+        writer.write(_POST + b"content-length: 99999999\r\n\r\n")
+        assert await _answer(reader) == (413, b"{}")
+        writer.write(b"x")
+        assert await reader.read() == b""
+        writer.close()
+
+    async def in_time(connect: Connect) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await scenario(connect)
+
+    _play(in_time, application, keep_alive_s=0.2)
