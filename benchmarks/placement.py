@@ -72,6 +72,7 @@ class _Replica:
         self.restarts = True
         self.tells_events = True
         self.reads_tokens = True
+        self.forgiven = True
         self.cache_blocks = blocks
         self.state = ReplicaState.READY
         self.load: Load | None = None

@@ -129,7 +129,8 @@ class Replica(Protocol):
     ``info`` and ``load`` are None until the first ``on_ready``, ``load`` also while there is no engine.
     ``down_reason`` says in words why ``state`` is not READY, ``degraded`` what does not work as it should although it
     is. ``reads_tokens``: prompts may go there as token ids. Of a server whose tokenizer was not shown to be this
-    gateway's they would be another text.
+    gateway's they would be another text. ``forgiven``: what failed before it last became READY says nothing
+    about it as it is now.
     """
 
     id: str
@@ -141,6 +142,7 @@ class Replica(Protocol):
     down_reason: str | None
     degraded: tuple[str, ...]
     reads_tokens: bool
+    forgiven: bool
 
     @property
     def tells_events(self) -> bool:

@@ -25,6 +25,7 @@ __all__ = ["EngineReplica", "TcpEndpoint"]
 
 _CONNECT_INTERVAL_S: Final = 0.05
 _CONNECT_TIMEOUT_S: Final = 5.0
+_LOOK_INTERVAL_S: Final = 1.0  # for an engine that somebody else starts, and may take minutes for
 _START_TIMEOUT_S: Final = 600.0  # weights on a slow disk; a process that hangs is ended after it
 _GREETING_TIMEOUT_S: Final = 30.0  # an engine greets as soon as it has computed the step it is at
 _LAST_WORDS_TIMEOUT_S: Final = 0.5
@@ -173,8 +174,12 @@ class EngineReplica(OwnEngineReplica):
                 reason = str(ended)
             except (OSError, HeadstartError) as error:
                 reason = str(error)
-            served_s = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
-            pause_s = delay.after(served_s)
+            if self._ready_since is not None:
+                pause_s = delay.after(time.monotonic() - self._ready_since)
+            elif self.refused or isinstance(self._source, EngineLauncher):
+                pause_s = delay.after(0.0)
+            else:
+                pause_s = _LOOK_INTERVAL_S
             self._lost(reason, pause_s)
             await asyncio.sleep(pause_s)
             self._set_state(ReplicaState.STARTING, self.down_reason)

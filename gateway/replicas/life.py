@@ -27,6 +27,7 @@ class ReplicaLife:
         """Whether what answers there will not have this gateway, or is of no use to it: somebody has to mend that."""
         self.degraded: tuple[str, ...] = ()
         self.reads_tokens = True
+        self.forgiven = True  # an engine of our own loses requests only with its process or the connection to it
         self._observers: list[ReplicaObserver] = []
         self._changed = asyncio.Event()  # set at each change of state; replaced by whoever waits
 

@@ -21,7 +21,14 @@ from gateway.replicas.kv_feed import KvFeed
 from gateway.replicas.life import ReplicaLife
 from gateway.replicas.openai_completion import AnswerReader, BrokenAnswer, FailedAnswer, completion_body, refusal
 from gateway.replicas.openai_flight import Flight
-from gateway.replicas.openai_server import ModelCard, OpenAIServer, ServedModel, ServerUnfit, words_for
+from gateway.replicas.openai_server import (
+    ModelCard,
+    OpenAIServer,
+    ServedModel,
+    ServerGone,
+    ServerUnfit,
+    words_for,
+)
 from gateway.replicas.served_models import ServedModels
 from gateway.replicas.sse import EventStreamParser, EventTooLong
 from gateway.replicas.supervisor import RestartDelay
@@ -78,7 +85,9 @@ class OpenAIReplica(ReplicaLife):
     The server is somebody else's and may come and go. It is looked at every second, and at once when a request finds
     it gone. A request has a connection of its own, so that one which streams goes on while its connection does;
     those that wait for their first token end with ``ReplicaLost`` when the server is found gone. Its pool, its queue
-    and the timing of its steps stay its own: ``load`` counts the requests that this gateway has there.
+    and the timing of its steps stay its own: ``load`` counts the requests that this gateway has there. It is
+    ``forgiven`` what failed before a look found nobody there: it is another process since, or its connections were cut.
+    One that looks well, or only unwell, while it fails requests is not.
     """
 
     def __init__(
@@ -111,6 +120,7 @@ class OpenAIReplica(ReplicaLife):
         self._landed.set()
         self._life: asyncio.Task[None] | None = None
         self._well_at = 0.0
+        self._gone = False  # nobody was there when it was looked at, since it was last READY
         self._log = _log.bind(replica=id, url=config.url)
         self._feed: Final = KvFeed.of(id, config, max_blocks, self._hear)
 
@@ -179,11 +189,15 @@ class OpenAIReplica(ReplicaLife):
                 reason = self.down_reason or "lost"
             except ServerUnfit as unfit:
                 reason = str(unfit)
+                self._gone = self._gone or isinstance(unfit, ServerGone)
                 self._lose_waiting(reason.replace(self._config.url, "the server"))  # their callers get to read it
-            served_s = 0.0 if ready_at is None else time.monotonic() - ready_at
-            pause_s = delay.after(served_s)
             self._down(reason)
-            await asyncio.sleep(0.0 if served_s >= _STEADY_S else pause_s)
+            pause_s = _POLL_INTERVAL_S
+            if ready_at is not None:
+                served_s = time.monotonic() - ready_at
+                pause_s = delay.after(served_s)
+                pause_s = pause_s if served_s < _STEADY_S else 0.0
+            await asyncio.sleep(pause_s)
 
     async def _find(self, server: OpenAIServer) -> ModelCard:
         """What ``server`` serves, when it is well. Raises ``ServerUnfit``."""
@@ -228,6 +242,7 @@ class OpenAIReplica(ReplicaLife):
         )
         self.degraded = () if served.proved else (_UNCHECKED,)
         self.reads_tokens = served.proved
+        self.forgiven, self._gone = self._gone, False
         self._count_load()
         self._set_state(ReplicaState.READY, None)
         self._log.info(

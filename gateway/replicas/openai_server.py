@@ -17,7 +17,16 @@ from gateway.replicas.http_client import AnswerCut, HttpClient, header_lines
 from gateway.replicas.tokenizer_proof import TokenizerProof
 from gateway.tracing import trace_headers
 
-__all__ = ["COMPLETIONS", "EVENTS", "ModelCard", "OpenAIServer", "ServedModel", "ServerUnfit", "words_for"]
+__all__ = [
+    "COMPLETIONS",
+    "EVENTS",
+    "ModelCard",
+    "OpenAIServer",
+    "ServedModel",
+    "ServerGone",
+    "ServerUnfit",
+    "words_for",
+]
 
 _T = TypeVar("_T")
 
@@ -44,6 +53,10 @@ _NUMBER_LABEL: Final = re.compile(rb'(\w+)="(\d{1,9})"')
 
 class ServerUnfit(Exception):
     """Why the server cannot be used (now), in words an operator can act on."""
+
+
+class ServerGone(ServerUnfit):
+    """Connections are refused there or break off: whoever took them has ended, or cannot be reached any more."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -230,7 +243,8 @@ class OpenAIServer:
                 async with request as response:
                     return response.status, await _bounded(response)
         except (aiohttp.ClientError, OSError) as error:  # a time-out is an OSError
-            raise ServerUnfit(f"{self._config.url} cannot be reached: {words_for(error)}") from None
+            kind = ServerGone if _is_gone(error) else ServerUnfit
+            raise kind(f"{self._config.url} cannot be reached: {words_for(error)}") from None
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:
@@ -239,6 +253,13 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
     while len(data) < _MAX_PROBE_BYTES and (piece := await response.content.readany()):
         data += piece
     return data
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether the connection was refused or broken off; a slow server, or one whose name is not found, may be there."""
+    if isinstance(error, TimeoutError | aiohttp.ClientConnectorDNSError | aiohttp.ClientSSLError):
+        return False
+    return isinstance(error, aiohttp.ClientConnectionError | ConnectionError)
 
 
 def words_for(error: Exception) -> str:

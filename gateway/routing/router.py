@@ -102,11 +102,11 @@ class Router:
     # --- ReplicaObserver ---------------------------------------------------------------------------
 
     def on_ready(self, replica: Replica, info: EngineInfo) -> None:
-        """A replica (re)started with an empty cache. That alone is no proof that a failing one is well again."""
+        """A replica (re)started with an empty cache, or was only seen again: no proof that a failing one is well."""
         self.index.on_ready(replica, info)
         state = self._state_of(replica)
-        if replica.restarts:
-            state.breaker.reset()  # another process
+        if replica.forgiven:
+            state.breaker.reset()
         state.log.tells_steps = state.log.tells_steps or bool(info.profile)
 
     def on_down(self, replica: Replica, reason: str) -> None:

@@ -165,6 +165,7 @@ class QuietReplica:
         self.down_reason: str | None = None
         self.tells_events = True
         self.reads_tokens = True
+        self.forgiven = True
         self.cache_blocks = info.num_blocks
         self.resyncs = 0
 

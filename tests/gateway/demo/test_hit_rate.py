@@ -71,6 +71,7 @@ def replay(renderer: PromptRenderer, bodies: list[dict[str, Any]]) -> tuple[floa
         load=None,
         tells_events=True,
         reads_tokens=True,
+        forgiven=True,
         cache_blocks=0,
         restarts=0,
         info=EngineInfo(

@@ -77,6 +77,7 @@ class StubReplica:
         self.down_reason: str | None = None
         self.degraded: tuple[str, ...] = ()
         self.reads_tokens = True
+        self.forgiven = True
         self.tells_events = True
         self.cache_blocks = 0
         self.event_health = None

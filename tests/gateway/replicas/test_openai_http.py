@@ -18,6 +18,7 @@ from gateway.errors import InvalidRequestError, NotSupportedByReplica, ReplicaLo
 from gateway.replicas import openai_flight, openai_http, openai_server
 from gateway.replicas.base import CountedOutput, GenerationRequest, ReplicaState
 from gateway.replicas.openai_http import OpenAIReplica
+from gateway.replicas.openai_server import ModelCard, OpenAIServer, ServerGone
 from gateway.replicas.tokenizer_proof import TokenizerProof
 from gateway.server import run
 
@@ -593,4 +594,27 @@ def test_a_server_that_is_not_there_is_waited_for(folder: Path) -> None:
             finally:
                 await replica.stop(0)
 
+    run(main())
+
+
+def test_a_server_that_is_away_for_long_is_looked_at_as_often_as_at_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_http, "_POLL_INTERVAL_S", 0.001)
+    looks = 0
+
+    async def look(_server: OpenAIServer, _wanted: str) -> ModelCard:
+        nonlocal looks
+        looks += 1
+        raise ServerGone("nobody is there")
+
+    async def main() -> None:
+        replica = OpenAIReplica("r", ReplicaConfig("http://a:1"), TokenizerProof.of(folder), model=MODEL)
+        await replica.start()
+        try:
+            await until(lambda: looks >= 50)
+        finally:
+            await replica.stop(0)
+
+    monkeypatch.setattr(OpenAIServer, "look", look)
     run(main())

@@ -17,7 +17,7 @@ from gateway.replicas.base import ReplicaState
 from gateway.replicas.supervisor import RestartDelay
 
 from ..conftest import until
-from .openai_mock import DONE, Behaviour, MockServer, Remote, Talk, event, play, refusing, usage, whole
+from .openai_mock import DONE, Behaviour, MockServer, Remote, Talk, event, play, refusing, saying, usage, whole
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +149,59 @@ def test_q8_a_server_that_fails_every_request_gets_few_and_then_traffic_again(
             assert waited < 60
 
     play(folder, scenario, servers=2)
+
+
+def end_no_pause(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Circuit breakers that have opened stay so; states are seen again at once."""
+    monkeypatch.setattr(RestartDelay, "after", lambda delay, served_s: 0.0)
+    for state in remote.gateway.router._states.values():
+        monkeypatch.setattr(state.breaker, "_clock", lambda: 0.0)
+
+
+async def burst(remote: Remote) -> Counter[int]:
+    """How often each status came."""
+    return Counter(status for status, _ in await asyncio.gather(*[ask(remote, number) for number in range(20)]))
+
+
+def test_a_burst_is_served_at_once_by_a_sole_server_that_has_crashed_and_is_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(remote: Remote, server: MockServer) -> None:
+        end_no_pause(remote, monkeypatch)
+        replica = remote.gateway.replicas["replica-0"]
+
+        async def hold(talk: Talk) -> None:
+            await talk.wait_until_gone()
+
+        server.behave = hold
+        running = asyncio.create_task(burst(remote))
+        await until(lambda: len(server.talks) == 20)
+        await server.kill()
+        assert set(await running) <= {502, 503}
+        await until(lambda: "cannot be reached" in str(replica.down_reason))
+        assert remote.gateway.router.view("replica-0").breaker == "open"
+        server.behave = saying(whole("hello"))
+        await server.start()
+        await until(lambda: replica.state is ReplicaState.READY)
+        assert await burst(remote) == {200: 20}
+
+    play(folder, scenario, servers=1)
+
+
+def test_q8_a_sole_server_that_was_only_unwell_is_not_believed_to_be_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(remote: Remote, server: MockServer) -> None:
+        end_no_pause(remote, monkeypatch)
+        replica = remote.gateway.replicas["replica-0"]
+        server.behave = refusing(500)
+        assert 502 in await burst(remote)
+        for status, state in ((503, ReplicaState.DOWN), (200, ReplicaState.READY)):
+            server.health = status
+            await until(lambda state=state: replica.state is state)  # type: ignore[misc]
+        assert await burst(remote) == {503: 20}
+
+    play(folder, scenario, servers=1)
 
 
 def test_q8_with_all_servers_down_the_answer_is_503_at_once(folder: Path) -> None:

@@ -16,8 +16,9 @@ from engine.wire import Sampling
 from gateway.config import Config, EngineConfig, ReplicaConfig
 from gateway.errors import ConfigError, ReplicaUnavailable
 from gateway.redaction import redacted
-from gateway.replicas import remote_model
+from gateway.replicas import engine, remote_model
 from gateway.replicas.base import GenerationRequest, Replica, ReplicaState
+from gateway.replicas.engine import EngineReplica
 from gateway.replicas.remote import RemoteReplicas
 from gateway.replicas.remote_model import with_remote_model
 
@@ -74,6 +75,29 @@ def test_a_gateway_with_the_secret_is_served_also_after_the_engine_was_away(toke
 
             await _used(replica, use)
 
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_away_for_long_is_looked_for_as_often_as_at_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_LOOK_INTERVAL_S", 0.001)
+    tries = 0
+
+    async def open_none(_replica: EngineReplica, _socket: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        raise ConnectionRefusedError
+
+    async def scenario() -> None:
+        replica = _remotes(folder).connect(ReplicaConfig("tcp://127.0.0.1:9"))
+
+        async def use() -> None:
+            await until(lambda: tries >= 50)
+
+        await _used(replica, use)
+
+    monkeypatch.setattr(EngineReplica, "_open", open_none)
     asyncio.run(scenario())
 
 

@@ -228,7 +228,7 @@ def remote_router(clock: Clock, *replicas: Any) -> Router:
     """Of replicas that report nothing of their steps, each its own server."""
     router = Router(lambda id: PrefillCost(), clock=clock, draw=random.Random(3))
     for replica in replicas:
-        replica.restarts = False
+        replica.restarts = replica.forgiven = False
         router.on_ready(replica, replica.info)
     return router
 
@@ -250,7 +250,7 @@ def test_q8_a_replica_that_fails_everything_is_left_alone_although_it_looks_well
     fail(router, "bad", 3)
     assert ids(router) == {"good"}
     router.on_down(bad, "lost")
-    router.on_ready(bad, bad.info)  # it is only looked at: it answered that before too
+    router.on_ready(bad, bad.info)  # it was only seen again: it answered looks before too
     assert ids(router) == {"good"}
     clock.now += 1
     warm(router, good)
@@ -279,6 +279,19 @@ def test_an_engine_that_was_started_again_owes_nothing_for_its_former_life(quiet
         router.candidates()
     router.on_ready(engine, engine.info)
     assert ids(router) == {"engine-0"}
+
+
+def test_a_server_that_was_gone_and_is_back_is_not_left_alone_for_what_it_lost(quiet_replica: QuietReplica) -> None:
+    server = quiet_replica("sole")
+    router = remote_router(Clock(), server)
+    fail(router, "sole", 20)
+    router.on_down(server, "gone")
+    with pytest.raises(ReplicaUnavailable):
+        router.candidates()
+    server.forgiven = True
+    router.on_ready(server, server.info)
+    for _ in range(20):
+        router.dispatch(plan(*ids(router))).__enter__()
 
 
 def test_a_drained_replica_gets_nothing_new_until_it_is_resumed(quiet_replica: QuietReplica) -> None:
