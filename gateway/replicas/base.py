@@ -43,8 +43,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
     ``token_ids`` is the whole prompt, ``root`` the first parent of its block keys (its cache namespace). ``n`` answers
     to it are wanted. ``priority`` and ``class_limit`` are those of its class, ``max_cached_blocks`` is the quota of
-    the tenant ``owner`` (see ``engine.wire.Submit``). ``whole``: nobody wants to know when the
-    first output comes; all of them may come at the answer's end.
+    the tenant ``owner`` (see ``engine.wire.Submit``). ``whole``: nobody wants to know when the first output comes; all
+    of them may come at the answer's end.
     """
 
     token_ids: list[int]

@@ -84,10 +84,10 @@ class OpenAIReplica(ReplicaLife):
 
     The server is somebody else's and may come and go. It is looked at every second, and at once when a request finds
     it gone. A request has a connection of its own, so that one which streams goes on while its connection does;
-    those that wait for their first token end with ``ReplicaLost`` when the server is found gone. Its pool, its queue
-    and the timing of its steps stay its own: ``load`` counts the requests that this gateway has there. It is
-    ``forgiven`` what failed before a look found nobody there: it is another process since, or its connections were cut.
-    One that looks well, or only unwell, while it fails requests is not.
+    those that wait for their first token end with ``ReplicaLost`` when the server is found gone, those whose answer
+    comes as one when it stays so. Its pool, its queue and the timing of its steps stay its own: ``load`` counts the
+    requests that this gateway has there. It is ``forgiven`` what failed before a look found nobody there: it is another
+    process since, or its connections were cut. One that looks well, or only unwell, while it fails requests is not.
     """
 
     def __init__(

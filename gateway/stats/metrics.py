@@ -308,7 +308,8 @@ def _as_vllm_says(table: dict[Labels, Sums]) -> Iterator[Metric]:
 
 
 def _ttft(table: dict[Labels, Sums]) -> Metric:
-    family = HistogramMetricFamily("headstart_ttft_seconds", "Arrival to first output, in seconds.", labels=_LABELS)
+    described = "Arrival to first output, in seconds, where it is known: not of what another server answered as one."
+    family = HistogramMetricFamily("headstart_ttft_seconds", described, labels=_LABELS)
     for labels, sums in table.items():
         buckets = [
             (str(bucket_bound(bound)), float(sum(count for bucket, count in sums.ttft.items() if bucket <= bound)))

@@ -28,8 +28,8 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
     ``status`` is ``ok``, ``aborted`` (the client left) or ``failed`` (the replica could not finish). Token
     counts equal those in the usage field sent to the client; of a request that was cut off they are what it had cost
-    so far, 0 before its first output. Times in seconds: ``ttft_s`` from arrival at the
-    gateway to the first text or token event (None when there was none), ``prefill_s`` the replica's measured
+    so far, 0 before its first output. Times in seconds: ``ttft_s`` from arrival at the gateway to the first text or
+    token event (None when there was none, or the replica gave its answer as one), ``prefill_s`` the replica's measured
     share spent on the prompt, ``saved_prefill_s`` the estimate of what the cached tokens would have cost, with the
     errors that ``gateway.stats.cost.Saving`` tells of.
 

@@ -108,8 +108,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     time spent. Of ten times nine what was saved lies between ``saved_prefill_low_s`` and ``saved_prefill_high_s``;
     ``saved_money`` is null where no price is configured. ``missed`` says by cause why ``missed_tokens`` prompt tokens
     were not cached, all of them; it is empty where attribution is off. Half of what was evicted was so less than
-    ``evicted_ago_p50_s`` before. ``calibration`` is null without a hold-out. ``evictions`` and ``preemptions`` are
-    known per replica only and 0 elsewhere but in totals.
+    ``evicted_ago_p50_s`` before. ``calibration`` is null without a hold-out. ``ttft_*`` are of the requests of which
+    the time to the first token is known: not of those that another server answered as one. ``evictions`` and
+    ``preemptions`` are known per replica only and 0 elsewhere but in totals.
     """
 
     requests: int

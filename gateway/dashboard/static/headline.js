@@ -16,7 +16,7 @@ export function Headline({ totals, said }) {
       part=${saved} />
     <${Figure} name="Time to first token" said=${said} value=${seconds(totals.ttft_p50_s)} unit="p50"
       second=${html`<b>${seconds(totals.ttft_p95_s)}</b> <small>p95</small>`}
-      note=${`from arrival; mean ${seconds(totals.ttft_mean_s)}`} />
+      note=${`from arrival, where it is known; mean ${seconds(totals.ttft_mean_s)}`} />
     <${Figure} name="Requests" said=${said} value=${count(totals.requests)}
       note=${outcome(totals)} />
   </section>`;
