@@ -18,7 +18,7 @@ from gateway.errors import InvalidRequestError, NotSupportedByReplica, ReplicaLo
 from gateway.replicas import openai_flight, openai_http, openai_server
 from gateway.replicas.base import CountedOutput, GenerationRequest, ReplicaState
 from gateway.replicas.openai_http import OpenAIReplica
-from gateway.replicas.openai_server import ModelCard, OpenAIServer, ServerGone
+from gateway.replicas.openai_server import ModelCard, OpenAIServer, ServerGone, ServerUnfit
 from gateway.replicas.tokenizer_proof import TokenizerProof
 from gateway.server import run
 
@@ -593,6 +593,34 @@ def test_a_server_that_is_not_there_is_waited_for(folder: Path) -> None:
                 assert len(await answer(replica)) == 2
             finally:
                 await replica.stop(0)
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["refuses", "breaks off", "stalls", "is unwell", "serves nothing"])
+def test_a_server_is_gone_when_it_takes_no_connection_and_not_when_it_is_slow_or_unwell(
+    how: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_server, "_PROBE_TIMEOUT_S", 0.2 if how == "stalls" else TIMEOUT_S)
+
+    async def break_off(_server: MockServer, request: web.Request) -> web.Response:
+        Talk(request, None).abort()
+        return web.Response()
+
+    if how == "breaks off":
+        monkeypatch.setattr(MockServer, "_health", break_off)
+
+    async def main() -> None:
+        async with MockServer(folder) as server:
+            looking = OpenAIServer(ReplicaConfig(server.url))
+            if how == "refuses":
+                await server.kill()
+            server.stopped, server.health = how == "stalls", 503 if how == "is unwell" else 200
+            server.cards = [] if how == "serves nothing" else server.cards
+            with pytest.raises(ServerUnfit) as caught:
+                await looking.look(MODEL)
+            assert isinstance(caught.value, ServerGone) == (how in ("refuses", "breaks off"))
+            await looking.close()
 
     run(main())
 

@@ -71,6 +71,7 @@ def test_a_gateway_with_the_secret_is_served_also_after_the_engine_was_away(toke
                 assert told == "no engine answers on the server (Connection refused)", "so can /ready hide it"
                 await engine.listen()
                 await replica.wait_ready(TIMEOUT_S)
+                assert replica.forgiven
                 assert await _text(replica) == first
 
             await _used(replica, use)
