@@ -367,7 +367,7 @@ class Dispatcher:
         )
         attempt = _Attempt(flight, replica.generate(request))
         try:
-            with stage("prefill"):
+            with stage("answer" if flight.untimed else "prefill"):
                 first = await anext(attempt.outputs)
             flight.prefilled()
         except BaseException as error:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from gateway import generation
 from gateway.replicas import openai_server
 from gateway.replicas.base import ReplicaState
 from gateway.routing.flight import FlightLog
@@ -332,6 +333,29 @@ def test_a_plain_answer_has_no_time_to_first_token_wherever_it_is_told(folder: P
             assert (await response.json())["totals"]["ttft_p50_s"] is not None
 
     play(folder, scenario)
+
+
+@pytest.mark.usefixtures("_untimed")
+def test_a_plain_answer_is_a_stage_of_its_own_in_a_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages: list[str] = []
+    told: list[dict[str, Any]] = []
+
+    def stage(name: str) -> AbstractContextManager[None]:
+        stages.append(name)
+        return nullcontext()
+
+    monkeypatch.setattr(generation, "stage", stage)
+    monkeypatch.setattr(generation, "describe", lambda attributes: told.append(attributes()))
+
+    async def scenario(remote: Remote, server: MockServer) -> None:
+        server.behave = replying(as_one("hello"))
+        assert (await remote.complete())[0] == 200
+        server.behave = saying(whole("hello"))
+        assert (await remote.complete(stream=True))[0] == 200
+
+    play(folder, scenario)
+    assert stages == ["plan", "answer", "decode", "plan", "prefill", "decode"]
+    assert ["headstart.ttft_s" in attributes for attributes in told] == [False, True]
 
 
 @pytest.mark.usefixtures("_untimed")
