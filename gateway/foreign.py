@@ -61,6 +61,11 @@ class ForeignRequest(msgspec.Struct, frozen=True):
     reasons: tuple[str, ...]
     affinity: bytes
 
+    @property
+    def streamed(self) -> bool:
+        """Whether the answer is wanted piece by piece."""
+        return bytes(self.fields.get("stream", b"")) == b"true"
+
     def body(self, model: str, root: bytes, *, use_cache: bool) -> bytes:
         """The body for a server that calls the model ``model``, in the namespace ``root``."""
         salt = root.hex() if use_cache else secrets.token_hex(16)

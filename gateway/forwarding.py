@@ -156,7 +156,9 @@ class Forwarder:
                 try:
                     async with asyncio.timeout_at(deadline):
                         with self._router.dispatch(plan) as flight:
-                            async with replica.forward(request.route, body, headers) as answer:
+                            async with replica.forward(
+                                request.route, body, headers, whole=not request.streamed
+                            ) as answer:
                                 account.forwarding = Forwarding(plan, answer, flight)
                                 yield account.forwarding
                     account.close("ok")

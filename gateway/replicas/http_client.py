@@ -8,6 +8,7 @@ that parses what comes (with httptools, as the server's side does) and hands it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 import ssl
@@ -262,10 +263,11 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         connection = transport.get_extra_info("socket")
         if connection is not None:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in _ALIVE:
-                if option := getattr(socket, name, None):
-                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            with contextlib.suppress(OSError):  # it may have ended by now, which some kernels tell here
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for name, value in _ALIVE:
+                    if option := getattr(socket, name, None):
+                        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def data_received(self, data: bytes) -> None:
         """Take in what has come."""

@@ -317,8 +317,12 @@ class OpenAIReplica(ReplicaLife):
             self._land(flight)
 
     @contextlib.asynccontextmanager
-    async def forward(self, route: str, body: bytes, headers: dict[str, str]) -> AsyncIterator[ForwardedAnswer]:
+    async def forward(
+        self, route: str, body: bytes, headers: dict[str, str], *, whole: bool
+    ) -> AsyncIterator[ForwardedAnswer]:
         """Pass a request on as it is, for the length of the block; leaving it early closes its connection at once.
+
+        ``whole``: its answer is not streamed.
 
         Raises:
             ReplicaUnavailable: It is not READY.
@@ -326,7 +330,7 @@ class OpenAIReplica(ReplicaLife):
         """
         if self._server is None or self.info is None or self.state is not ReplicaState.READY:
             raise self._not_ready()
-        flight, boot_id = Flight(self._config.idle_timeout_s), self.info.boot_id
+        flight, boot_id = Flight(self._config.idle_timeout_s, whole=whole), self.info.boot_id
         self._take_off(flight)
         try:
             response = await flight.open(self._server.client, self._server.head(route, headers), body)

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from gateway.config import AdminConfig, ApiKey, Config, LimitsConfig
 from gateway.foreign import ForeignRequest, foreign_request
+from gateway.replicas import openai_http, openai_server
 
 from ..conftest import until
 from .openai_mock import CONFIG, DONE, MODEL, MockServer, Remote, Talk, play
@@ -250,6 +251,37 @@ def test_q4_a_server_that_fails_before_its_answer_is_followed_by_another(folder:
             await until(lambda: remote.gateway.ready_replicas == 2)
 
     run(folder, scenario, servers=2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_plain_answer_that_is_under_way_outlives_a_server_that_stalls_for_a_moment(
+    folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_http, "_POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(openai_server, "_PROBE_TIMEOUT_S", 0.1)
+
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        goes_on = asyncio.Event()
+
+        async def wait(_request: web.Request, _body: bytes) -> web.StreamResponse:
+            await goes_on.wait()
+            return web.Response(body=ANSWER, content_type="application/json")
+
+        server.answer = wait
+        asked = asyncio.create_task(post(remote, chat(priority=1, stream=stream)))
+        await until(lambda: len(server.chats) == 1)
+        server.health = 503
+        await until(lambda: remote.gateway.ready_replicas == 0)
+        server.health = 200
+        await until(lambda: remote.gateway.ready_replicas == 1)
+        goes_on.set()
+        status, _, body = await asked
+        if stream:  # of which something would have come, as far as is known
+            assert status == 502
+        else:
+            assert (status, body, len(server.chats)) == (200, ANSWER, 1)
+
+    run(folder, scenario)
 
 
 def test_a_server_that_never_answers_has_failed_the_request(folder: Path) -> None:
