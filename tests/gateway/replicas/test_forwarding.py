@@ -15,7 +15,7 @@ from aiohttp import web
 
 from gateway.config import AdminConfig, ApiKey, Config, LimitsConfig
 from gateway.foreign import ForeignRequest, foreign_request
-from gateway.replicas import openai_http, openai_server
+from gateway.replicas import openai_http
 
 from ..conftest import until
 from .openai_mock import CONFIG, DONE, MODEL, MockServer, Remote, Talk, play
@@ -258,7 +258,7 @@ def test_a_plain_answer_that_is_under_way_outlives_a_server_that_stalls_for_a_mo
     folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openai_http, "_POLL_INTERVAL_S", 0.05)
-    monkeypatch.setattr(openai_server, "_PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(openai_http, "_PATIENCE_S", 60.0)
 
     async def scenario(remote: Remote, server: Relayed) -> None:
         goes_on = asyncio.Event()
