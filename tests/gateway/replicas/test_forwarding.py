@@ -253,6 +253,19 @@ def test_q4_a_server_that_fails_before_its_answer_is_followed_by_another(folder:
     run(folder, scenario, servers=2)
 
 
+def test_a_time_to_first_token_is_counted_of_what_is_streamed(folder: Path) -> None:
+    """Of a plain answer the first byte is as late as the last one."""
+
+    async def scenario(remote: Remote, server: Relayed) -> None:
+        assert (await post(remote, chat(priority=1)))[0] == 200
+        server.stream()
+        assert (await post(remote, chat(priority=1, stream=True)))[0] == 200
+        (sums,) = remote.gateway.statistics.window(None).table.values()
+        assert (sums.requests, sum(sums.ttft.values())) == (2, 1)
+
+    run(folder, scenario)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_plain_answer_that_is_under_way_outlives_a_server_that_stalls_for_a_moment(
     folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
