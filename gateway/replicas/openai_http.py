@@ -308,9 +308,7 @@ class OpenAIReplica(ReplicaLife):
             yield last
         except OSError as error:
             raise self._lost(flight, boot_id, flight.loss or words_for(error)) from None
-        except (BrokenAnswer, EventTooLong) as error:
-            raise self._lost(flight, boot_id, str(error)) from None
-        except FailedAnswer as error:
+        except (BrokenAnswer, EventTooLong, FailedAnswer) as error:
             raise self._failed(flight, str(error)) from None
         finally:
             flight.close()
@@ -340,7 +338,7 @@ class OpenAIReplica(ReplicaLife):
         except OSError as error:
             raise self._lost(flight, boot_id, flight.loss or words_for(error)) from None
         except BrokenAnswer as error:
-            raise self._lost(flight, boot_id, str(error)) from None
+            raise self._failed(flight, str(error)) from None
         finally:
             flight.close()
             self._land(flight)
@@ -387,7 +385,10 @@ class OpenAIReplica(ReplicaLife):
         raise self._failed(flight, said)
 
     def _failed(self, flight: Flight, reason: str) -> ReplicaLost:
-        """What ends a request that the server itself gives up. It may be well for others: a look will tell."""
+        """What ends a request that the server itself gives up, or answers with what is no answer.
+
+        It may be well for others: a look will tell, and if it goes on its circuit breaker opens.
+        """
         self._look.set()
         return ReplicaLost(f"{self.id} cannot answer: {reason}.", produced=flight.produced)
 
