@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Final
 
 from gateway.replicas.http_client import HttpClient, HttpConnection
+from gateway.replicas.openai_completion import BrokenAnswer
 
-__all__ = ["Flight"]
+__all__ = ["Flight", "Flights"]
 
 _ERROR_TIMEOUT_S: Final = 4.0
 _MAX_ERROR_BYTES: Final = 64 * 1024
+
+_PIECE_BYTES: Final = 64 * 1024
+"""Of an answer that comes as one so much is taken in before it is looked at."""
 
 _STALE_S: Final = 1.0
 """A server that had closed a connection before a request came says so within a round trip. Later it had the request."""
@@ -22,7 +27,7 @@ class Flight:
 
     Silence is measured while an answer that has begun is waited for: ``idle_timeout_s`` seconds of it end the flight.
     Before that the server may have a queue. One timer that is seldom set again does it, so that an event costs nothing.
-    ``begun`` and ``produced`` are set by the owner.
+    ``produced`` is set by the owner.
     """
 
     __slots__ = (
@@ -91,6 +96,18 @@ class Flight:
         finally:
             self._waits_since = None
 
+    async def read_all(self, most: int) -> bytes:
+        """The body of an answer that comes as one. Raises ``OSError``, and ``BrokenAnswer`` beyond ``most`` bytes."""
+        pieces = [await self.read()]
+        self.begun = True
+        size = len(pieces[0])
+        while piece := await self.read(_PIECE_BYTES):
+            pieces.append(piece)
+            size += len(piece)
+            if size > most:
+                raise BrokenAnswer("its answer is too long")
+        return b"".join(pieces)
+
     async def read_error(self) -> bytes:
         """The body of a response that is no answer, as far as it comes in time and is not too long."""
         assert self._connection is not None, "a flight is opened first"
@@ -136,3 +153,44 @@ class Flight:
             self.lose(f"nothing more came for {self._idle_timeout_s:g} s")
         else:
             self._timer = self._loop.call_at(due, self._check_idle)
+
+
+class Flights:
+    """The requests that are at one server. Owned by its replica; ``on_change`` hears when they have become others."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._flights: set[Flight] = set()
+        self._on_change: Final = on_change
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def add(self, flight: Flight) -> None:
+        """One more."""
+        self._flights.add(flight)
+        self._empty.clear()
+        self._on_change()
+
+    def remove(self, flight: Flight) -> None:
+        """One has ended."""
+        self._flights.discard(flight)
+        if not self._flights:
+            self._empty.set()
+        self._on_change()
+
+    def lose(self, reason: str) -> None:
+        """End all of them."""
+        for flight in list(self._flights):
+            flight.lose(reason)
+
+    def lose_waiting(self, reason: str, *, whole: bool) -> None:
+        """End those of whose answers nothing has come; those that come as one, and may be under way, if ``whole``."""
+        for flight in list(self._flights):
+            if not (flight.produced or flight.begun) and (whole or not flight.whole):
+                flight.lose(reason)
+
+    async def wait_empty(self) -> None:
+        """Return when there are none."""
+        await self._empty.wait()

@@ -20,7 +20,7 @@ from gateway.replicas.http_client import HttpConnection
 from gateway.replicas.kv_feed import KvFeed
 from gateway.replicas.life import ReplicaLife
 from gateway.replicas.openai_completion import AnswerReader, BrokenAnswer, FailedAnswer, completion_body, refusal
-from gateway.replicas.openai_flight import Flight
+from gateway.replicas.openai_flight import Flight, Flights
 from gateway.replicas.openai_server import (
     ModelCard,
     OpenAIServer,
@@ -44,9 +44,6 @@ _BLOCK_SIZE: Final = 16
 
 _NOT_THE_CALLERS: Final = frozenset({401, 403, 404, 405, 407, 408})
 """4xx answers that are about how this gateway asks, and so for its operator to mend."""
-
-_PIECE_BYTES: Final = 64 * 1024
-"""Of an answer that comes as one so much is taken in before it is looked at."""
 
 _MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
 
@@ -110,14 +107,12 @@ class OpenAIReplica(ReplicaLife):
         self._proof: Final = proof
         self._model: Final = model
         self._served_models: Final = served_models if config.model is None else None
-        self._flights: set[Flight] = set()
+        self._flights: Final = Flights(self._count_load)
         self._boots = itertools.count(1)
         self._server: OpenAIServer | None = None
         self._served: ServedModel | None = None
         self._event_problems: tuple[str, ...] = ()
         self._look = asyncio.Event()  # somebody has a reason to look at the server now
-        self._landed = asyncio.Event()  # no request is in flight
-        self._landed.set()
         self._life: asyncio.Task[None] | None = None
         self._well_at = 0.0
         self._gone = False  # nobody was there when it was looked at, since it was last READY
@@ -157,9 +152,8 @@ class OpenAIReplica(ReplicaLife):
         if grace > 0:  # also where it was down: an answer that streams goes on while its connection does
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace):
-                    await self._landed.wait()
-        for flight in list(self._flights):
-            flight.lose("the replica was stopped")
+                    await self._flights.wait_empty()
+        self._flights.lose("the replica was stopped")
         if self._life is not None:
             self._life.cancel()
             await asyncio.wait([self._life])
@@ -207,12 +201,8 @@ class OpenAIReplica(ReplicaLife):
 
     def _lose_waiting(self, reason: str) -> None:
         """End the requests of which nothing has come, those that may be under way only when that has gone on."""
-        patience_s = min(_PATIENCE_S, self._config.idle_timeout_s)
-        for flight in list(self._flights):
-            if flight.produced or flight.begun:
-                continue
-            if not flight.whole or time.monotonic() - self._well_at >= patience_s:
-                flight.lose(reason)
+        unwell_s = time.monotonic() - self._well_at
+        self._flights.lose_waiting(reason, whole=unwell_s >= min(_PATIENCE_S, self._config.idle_timeout_s))
 
     async def _until_next_look(self) -> None:
         # Not wait_for, which until Python 3.12 may swallow the cancellation that ends this task.
@@ -284,7 +274,7 @@ class OpenAIReplica(ReplicaLife):
         body = completion_body(self._served.card.id, request, stream=not whole)
         flight, boot_id = Flight(self._config.idle_timeout_s, whole=whole), self.info.boot_id
         answer = AnswerReader(request)
-        self._take_off(flight)
+        self._flights.add(flight)
         try:
             if await self._open(flight, self._server, body):
                 events = EventStreamParser()
@@ -297,7 +287,7 @@ class OpenAIReplica(ReplicaLife):
                         raise failure
                 last = answer.end()
             else:
-                others, last = answer.whole(await _all(flight))
+                others, last = answer.whole(await flight.read_all(_MAX_ANSWER_BYTES))
                 for output in others:
                     yield output
             flight.finish()
@@ -312,7 +302,7 @@ class OpenAIReplica(ReplicaLife):
             raise self._failed(flight, str(error)) from None
         finally:
             flight.close()
-            self._land(flight)
+            self._flights.remove(flight)
 
     @contextlib.asynccontextmanager
     async def forward(
@@ -329,7 +319,7 @@ class OpenAIReplica(ReplicaLife):
         if self._server is None or self.info is None or self.state is not ReplicaState.READY:
             raise self._not_ready()
         flight, boot_id = Flight(self._config.idle_timeout_s, whole=whole), self.info.boot_id
-        self._take_off(flight)
+        self._flights.add(flight)
         try:
             response = await flight.open(self._server.client, self._server.head(route, headers), body)
             if response.status >= 500 or response.status in _NOT_THE_CALLERS or 300 <= response.status < 400:
@@ -341,7 +331,7 @@ class OpenAIReplica(ReplicaLife):
             raise self._failed(flight, str(error)) from None
         finally:
             flight.close()
-            self._land(flight)
+            self._flights.remove(flight)
 
     async def _relayed(self, flight: Flight, response: HttpConnection) -> AsyncIterator[bytes]:
         """The body as it comes. Raises as ``forward``, also for a stream without its end."""
@@ -420,29 +410,5 @@ class OpenAIReplica(ReplicaLife):
         if _UNTOLD not in self.degraded:
             self.degraded += (_UNTOLD,)
 
-    def _take_off(self, flight: Flight) -> None:
-        self._flights.add(flight)
-        self._landed.clear()
-        self._count_load()
-
-    def _land(self, flight: Flight) -> None:
-        self._flights.discard(flight)
-        if not self._flights:
-            self._landed.set()
-        self._count_load()
-
     def _count_load(self) -> None:
         self.load = Load(len(self._flights), 0, 0, 0, 0, 0, 0, 0, 0, 0)
-
-
-async def _all(flight: Flight) -> bytes:
-    """The body of an answer that is no stream. Raises ``OSError`` and ``BrokenAnswer``."""
-    pieces = [await flight.read()]
-    flight.begun = True
-    size = len(pieces[0])
-    while piece := await flight.read(_PIECE_BYTES):
-        pieces.append(piece)
-        size += len(piece)
-        if size > _MAX_ANSWER_BYTES:
-            raise BrokenAnswer("its answer is too long")
-    return b"".join(pieces)

@@ -385,7 +385,6 @@ def test_an_unknown_model_is_404(bench: Bench) -> None:
 
 
 MISTAKES = [
-    ("GET", "/", 404),
     ("GET", "/v1", 404),
     ("GET", "/v1/nothing", 404),
     ("GET", CHAT, 405),

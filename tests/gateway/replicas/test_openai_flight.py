@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gateway.replicas import openai_http
 from gateway.replicas.openai_completion import BrokenAnswer
 from gateway.replicas.openai_flight import Flight
 
@@ -75,18 +74,25 @@ def test_an_answer_that_has_begun_is_given_up_when_it_stops_to_come(read: Callab
     asyncio.run(main())
 
 
-def test_of_an_answer_that_is_too_long_no_more_is_taken_in_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_an_answer_that_is_too_long_no_more_is_taken_in_than_that() -> None:
     piece = bytes(300 * 1024)  # more may have come than was asked for
-    monkeypatch.setattr(openai_http, "_MAX_ANSWER_BYTES", 10 * len(piece))
     taken = 0
 
-    async def read(_least: int = 1) -> bytes:
+    async def read(_least: int) -> bytes:
         nonlocal taken
         taken += len(piece)
         return piece
 
-    endless: Any = SimpleNamespace(read=read, begun=False)
-    with pytest.raises(BrokenAnswer, match="too long"):
-        asyncio.run(openai_http._all(endless))
+    async def main() -> None:
+        connection: Any = Connection()
+        connection.read = read
+        client: Any = SimpleNamespace(waiting=lambda: connection)
+        flight = Flight(60.0, whole=True)
+        await flight.open(client, b"", b"")
+        with pytest.raises(BrokenAnswer, match="too long"):
+            await flight.read_all(10 * len(piece))
+        assert flight.begun
+        flight.close()
+
+    asyncio.run(main())
     assert taken == 11 * len(piece)
-    assert endless.begun

@@ -313,13 +313,13 @@ NO_ANSWERS = {
     "an-error": {"error": {"message": "ZEBRA", "code": 500}},
     "given-up": as_one("a", "b", finish="abort"),
     "no-object": ["ZEBRA"],
-    "endless": as_one("x" * (2 * openai_http._PIECE_BYTES), "b"),
+    "endless": as_one("x" * (2 * openai_flight._PIECE_BYTES), "b"),
 }
 
 
 @pytest.mark.parametrize("body", list(NO_ANSWERS.values()), ids=list(NO_ANSWERS))
 def test_one_piece_that_is_no_whole_answer_is_a_loss(folder: Path, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_http, "_MAX_ANSWER_BYTES", openai_http._PIECE_BYTES)
+    monkeypatch.setattr(openai_http, "_MAX_ANSWER_BYTES", openai_flight._PIECE_BYTES)
 
     async def scenario(replica: OpenAIReplica, server: MockServer) -> None:
         server.behave = replying(body)
