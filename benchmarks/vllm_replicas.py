@@ -242,16 +242,20 @@ class Comparison:
             replica.resync()
         await asyncio.sleep(_REPEATS_S)
         before = self._exact()
-        if before == len(self.servers):
+        if self.exact(self.servers):
             self.problems.append("all events were repeated: nothing was shown of a late beginning")
         for _ in range(count):
             await self.compare(next(source), self.servers, late=True)
         print(f"{'begun late':>32}: {self.late_predicted} of {self.late_cached} cached tokens predicted in {count}")
         print(f"{'replicas known exactly':>32}: {before} at first, {self._exact()} in the end")
 
+    def exact(self, servers: list[Server]) -> bool:
+        """Whether all that these hold is known."""
+        healths = [self.gateway.replicas[server.id].event_health for server in servers]
+        return all(health is not None and health.exact for health in healths)
+
     def _exact(self) -> int:
-        healths = [replica.event_health for replica in self.gateway.replicas.values()]
-        return sum(health is not None and health.exact for health in healths)
+        return sum(self.exact([server]) for server in self.servers)
 
     async def stream(self, body: dict[str, Any]) -> tuple[str, bool, int]:
         """One streamed answer: how it ended, whether any text had come, and how many tokens its usage says."""
@@ -346,7 +350,8 @@ async def compare(arguments: argparse.Namespace) -> bool:
         ends, left = await comparison.kill_one(source, arguments.streams)
         print(f"{'answers under the kill':>32}: {dict(ends)}")
         for _ in range(arguments.after):
-            await comparison.compare(next(source), left)
+            # What it held when all was forgotten may still be unknown.
+            await comparison.compare(next(source), left, late=not comparison.exact(left))
         for listener in listeners:
             listener.cancel()
         for problem in comparison.problems:
