@@ -15,6 +15,7 @@ import structlog
 from engine.wire import CacheEvent, EngineInfo, Load, Output
 from gateway.config import IndexConfig, ReplicaConfig
 from gateway.errors import NotSupportedByReplica, ReplicaLost
+from gateway.redaction import redacted
 from gateway.replicas.base import EventHealth, GenerationRequest, ReplicaState
 from gateway.replicas.http_client import HttpConnection
 from gateway.replicas.kv_feed import KvFeed
@@ -184,7 +185,7 @@ class OpenAIReplica(ReplicaLife):
             except ServerUnfit as unfit:
                 reason = str(unfit)
                 self._gone = self._gone or isinstance(unfit, ServerGone)
-                self._lose_waiting(reason.replace(self._config.url, "the server"))  # their callers get to read it
+                self._lose_waiting(redacted(reason))  # their callers get to read it
             self._down(reason)
             pause_s = _POLL_INTERVAL_S
             if ready_at is not None:
