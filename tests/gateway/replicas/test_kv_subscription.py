@@ -133,7 +133,7 @@ def test_the_index_equals_the_truth_soon_after_losses_repeats_reordering_and_res
     """1 % of the messages each are lost, sent twice, or late; the publisher dies 20 times in 100,000 messages."""
     rng = random.Random(MESSAGES)
     apart = min(MESSAGES // 2, 5000)
-    restarts = range(apart // 2, MESSAGES, apart)
+    restarts = [*range(apart // 2, MESSAGES, apart)]
     looked_at = {MESSAGES * share // 4 for share in (1, 2, 3, 4)}
     lost = 0
 
@@ -142,6 +142,9 @@ def test_the_index_equals_the_truth_soon_after_losses_repeats_reordering_and_res
         late: list[tuple[int, bytes]] = []
         for step in range(1, MESSAGES + 1):
             if step in restarts:
+                if step in restarts[::2]:  # on a fast machine a life is shorter than it takes to connect again
+                    async with asyncio.timeout(QUIET_S):
+                        await bench.agree()
                 await bench.sockets.close()
                 bench.publisher.restart()
                 late.clear()  # they died with it
@@ -166,7 +169,9 @@ def test_the_index_equals_the_truth_soon_after_losses_repeats_reordering_and_res
                     await bench.agree()
                 print(f"{step} messages: equal {time.monotonic() - quiet_at:.2f} s after the last one")
         health = bench.feed.health()
-        assert health.restarts >= len(restarts) / 2  # a life of which nothing was heard may pass unnoticed
+        assert (
+            health.restarts >= len(restarts) / 2
+        )  # between two lives that were agreed upon; others may pass unnoticed
         assert health.gaps > 0
         assert (health.losses, health.malformed, health.failures) == (0, 0, 0)
 
